@@ -53,6 +53,7 @@ class DAPO(Rule):
     title: ClassVar[str] = "Decoupled Clip and Dynamic Sampling Policy Optimization"
     paper: ClassVar[str] = "arXiv:2503.14476"
     acts_on: ClassVar[str] = "group filter, clip, loss aggregation, loss mask"
+    reads_success: ClassVar[bool] = True
 
     filter_uniform: bool = option(True, "drop groups that are all right or all wrong")
     correction: int = option(1, "degrees of freedom taken off, as in torch.std", low=0, high=1)

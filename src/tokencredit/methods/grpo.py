@@ -6,6 +6,7 @@ Training", arXiv 2503.20783 (Dr. GRPO).
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
@@ -15,7 +16,7 @@ from torch import Tensor
 
 from tokencredit.credit import Credit, finish
 from tokencredit.losses import Surrogate
-from tokencredit.methods.pools import Pools
+from tokencredit.methods.pools import Pools, wide
 from tokencredit.methods.rule import Recipe, Rule, option
 from tokencredit.rollouts import Rollouts
 
@@ -43,7 +44,8 @@ def grpo_advantage(
         >>> grpo_advantage(rollouts, correction=0).tolist()
         [1.0, -1.0, -1.0, 1.0]
     """
-    rewards = torch.where(rollouts.real, rollouts.rewards, 0.0)
+    # One value a response is cheap to keep wide, and large rewards that differ little need it.
+    rewards = torch.where(rollouts.real, rollouts.rewards, 0.0).to(wide(rollouts.device))
     real = rollouts.real.to(rewards.dtype)
     groups = Pools(rollouts.group, rollouts.groups)
     if scale == "group":
@@ -54,7 +56,7 @@ def grpo_advantage(
             batch = Pools(torch.zeros_like(rollouts.group), 1)
             factor = batch.inverse_std(rewards, real, correction=correction, eps=eps)
             advantage = advantage * factor
-    return advantage * real
+    return (advantage * real).to(rollouts.rewards.dtype)
 
 
 @dataclass(frozen=True)
@@ -151,7 +153,7 @@ def grpo_reference(
     correction: int = 1,
     eps: float = 0.0,
 ) -> list[float]:
-    """`grpo_advantage` in plain loops and Python floats; NaN = not scored, advantage 0."""
+    """`grpo_advantage` in plain loops and Python floats; not finite = not scored, advantage 0."""
 
     def spread(values: list[float]) -> float:
         if len(values) < 2:
@@ -161,11 +163,11 @@ def grpo_reference(
         rms = (sum(v * v for v in values) / len(values)) ** 0.5
         return std if std > 1e-6 * rms else 0.0
 
-    scored = [r for r in rewards if r == r]
+    scored = [r for r in rewards if math.isfinite(r)]
     out: list[float] = []
     for r, g in zip(rewards, group, strict=True):
-        own = [x for x, h in zip(rewards, group, strict=True) if h == g and x == x]
-        if r != r:
+        own = [x for x, h in zip(rewards, group, strict=True) if h == g and math.isfinite(x)]
+        if not math.isfinite(r):
             out.append(0.0)
             continue
         centred = r - sum(own) / len(own)

@@ -12,7 +12,7 @@ from tokencredit.credit import Credit, finish
 from tokencredit.errors import InputError
 from tokencredit.losses import Surrogate
 from tokencredit.methods.gtpo import reward_pools, usable_entropy
-from tokencredit.methods.pools import NO_SPREAD, Pools, uniform_groups
+from tokencredit.methods.pools import NO_SPREAD, Pools, uniform_groups, wide
 from tokencredit.methods.rule import Recipe, Rule, option
 from tokencredit.rollouts import Rollouts
 
@@ -59,6 +59,7 @@ class GRPO_S(Rule):  # noqa: N801 - the paper writes GRPO-S
     title: ClassVar[str] = "GRPO with sequence-level entropy weighting"
     paper: ClassVar[str] = "arXiv:2508.04349"
     acts_on: ClassVar[str] = "sequence reward, importance ratio"
+    reads_success: ClassVar[bool] = True
     needs: ClassVar[tuple[str, ...]] = ("entropy",)
 
     beta1: float = option(1.0, "reward of a right response before shaping", low=0)
@@ -101,8 +102,9 @@ class GRPO_S(Rule):  # noqa: N801 - the paper writes GRPO-S
         number = known.sum(dim=1)
         mean = (value.log_() if geometric else value).mul_(known).sum(dim=1) / number.clamp(min=1)
         mean = mean.exp() if geometric else mean.clamp(min=self.entropy_floor)
+        mean = mean.to(wide(mean.device))  # one value a response is cheap to keep wide
 
-        real, heard = rollouts.real.to(mean.dtype), number.clamp(max=1)
+        real, heard = rollouts.real.to(mean.dtype), number.clamp(max=1).to(mean.dtype)
         size = torch.where(success, mean, 1 / mean) * heard
         cell, cells = success.long(), 2
         if self.share_over == "group":

@@ -17,7 +17,7 @@ from torch import Tensor
 from tokencredit.credit import Credit, finish
 from tokencredit.errors import InputError
 from tokencredit.losses import Surrogate
-from tokencredit.methods.pools import NO_SPREAD, Pools, Positions, uniform_groups
+from tokencredit.methods.pools import NO_SPREAD, Pools, Positions, uniform_groups, wide
 from tokencredit.methods.rule import Recipe, Rule, option
 from tokencredit.rollouts import Rollouts
 
@@ -79,6 +79,7 @@ class GTPO(Rule):
     title: ClassVar[str] = "Group Token Policy Optimization"
     paper: ClassVar[str] = "arXiv:2508.04349"
     acts_on: ClassVar[str] = "token reward"
+    reads_success: ClassVar[bool] = True
     needs: ClassVar[tuple[str, ...]] = ("entropy",)
 
     alpha1: float = option(1.0, "reward of a right token before shaping", low=0)
@@ -128,7 +129,8 @@ class GTPO(Rule):
             sign * (self.alpha1 + self.alpha2), length, correction=self.correction, eps=self.eps
         )
         if self.uniform_groups == "zero":
-            mixed = ~uniform_groups(success, rollouts.real, rollouts.group, rollouts.groups)
+            present = rollouts.real & (length > 0)  # a response without tokens is in no pool
+            mixed = ~uniform_groups(success, present, rollouts.group, rollouts.groups)
             mixed = mixed.to(base.dtype)
             advantage, base = advantage.mul_(mixed.unsqueeze(1)), base * mixed
         return finish(
@@ -183,11 +185,14 @@ def entropy_share(
     if share_over == "group":
         cell, cells = cell + 2 * rollouts.group, 2 * rollouts.groups
 
+    # Rounding grows with the number of terms: float32 is good for 64 of them, and faster.
+    many = 2 * rollouts.responses > 64 * cells
+    dtype = wide(size.device) if many else size.dtype
     positions = Positions.of(live)
-    packed = positions.pack(size)
+    packed = positions.pack(size).to(dtype)
     total = packed.new_zeros(cells, packed.shape[1]).index_add_(0, cell, packed)
-    number = torch.zeros_like(total).index_add_(0, cell, positions.pack(known))
-    mean_inverse = number.div_(total.clamp_(min=torch.finfo(size.dtype).tiny))
+    number = torch.zeros_like(total).index_add_(0, cell, positions.pack(known).to(dtype))
+    mean_inverse = number.div_(total.clamp_(min=torch.finfo(size.dtype).tiny)).to(size.dtype)
     share = size.mul_(positions.unpack(mean_inverse.index_select(0, cell)))
     return share.add_(live).sub_(known), live, known.sum()
 
@@ -246,7 +251,7 @@ def gtpo_reference(
     advantage = [[0.0] * len(row) for row in mask]
     for i, p in reward:
         shaped[i][columns[i][p]] = reward[i, p]
-        right = {success[k] for k in rows if group[k] == group[i]}
+        right = {success[k] for k in rows if group[k] == group[i] and columns[k]}
         if rule.uniform_groups == "zero" and len(right) < 2:
             continue
         scope = [k for k in rows if rule.normalise_over == "batch" or group[k] == group[i]]

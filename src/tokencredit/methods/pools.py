@@ -9,12 +9,13 @@ nor the padding shows in the sixth digit.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-__all__ = ["NO_SPREAD", "Pools", "Positions", "uniform_groups"]
+__all__ = ["NO_SPREAD", "Pools", "Positions", "uniform_groups", "wide"]
 
 NO_SPREAD = 1e-6
 """A pool whose std is at most this fraction of its root mean square has no spread: what is left
@@ -82,7 +83,8 @@ class Pools:
     ) -> Tensor:
         total = self._total(weight)
         if centred.dim() == 2:
-            square = self.sum(torch.linalg.vector_norm(centred, dim=1).square())
+            norm = cast("Tensor", torch.linalg.vector_norm(centred, dim=1))
+            square = self.sum(norm.square())
         else:
             square = self.sum(centred * centred * weight)
         pool_mean = torch.zeros_like(square)
@@ -127,6 +129,11 @@ class Positions:
         """Positions of the tokens of a mask given as ones and zeros (`Rollouts.live_as`)."""
         if ones.device.type == "cpu" and not bool((ones[:, 1:] > ones[:, :-1]).any()):
             return Positions(None)
+        return Positions.general(ones)
+
+    @staticmethod
+    def general(ones: Float[Tensor, "b t"]) -> Positions:
+        """The same without a look at the values: no synchronisation."""
         return Positions(ones.cumsum(dim=1).sub_(1).clamp_(min=0).long())
 
     def pack(self, values: Float[Tensor, "b t"]) -> Float[Tensor, "b t"]:

@@ -69,7 +69,8 @@ def register(rule: R) -> R:
     """
     name = rule.name
     taken = _METHODS.get(name)
-    if not name or (taken is not None and taken.rule.__qualname__ != rule.__qualname__):
+    # The same class again is welcome: a notebook runs its cells twice.
+    if not name or (taken is not None and _full_name(taken.rule) != _full_name(rule)):
         raise InputError(f"register: {rule.__name__} needs a name of its own, got {name!r}")
     _METHODS[name] = Method(
         name=name,
@@ -78,10 +79,18 @@ def register(rule: R) -> R:
         needs=rule.needs,
         acts_on=rule.acts_on,
         options=rule.option_list(),
-        recipe=rule().recipe,
+        recipe=_recipe(rule),
         rule=rule,
     )
     return rule
+
+
+def _full_name(rule: type[Rule]) -> tuple[str, str]:
+    return rule.__module__, rule.__qualname__
+
+
+def _recipe(rule: type[Rule]) -> Recipe:
+    return rule().recipe
 
 
 def methods() -> Mapping[str, Method]:
@@ -112,8 +121,12 @@ def resolve(rule: str | Rule, options: Mapping[str, Any] | None = None) -> Rule:
                 f"{rule.name}: options go into the rule object, not beside it: {', '.join(options)}"
             )
         return rule
+    if not isinstance(rule, str):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise InputError(
+            f"a rule must be a method's name or a rule object such as GTPO(), got {rule!r}"
+        )
     if rule not in _METHODS:
-        hint = nearest(str(rule), _METHODS)
+        hint = nearest(rule, _METHODS)
         raise InputError(f"unknown method {rule!r}{hint}; known: {', '.join(_METHODS)}")
     return _METHODS[rule].rule.from_options(dict(options or {}))
 

@@ -95,6 +95,8 @@ class Rule(ABC):
     acts_on: ClassVar[str] = ""
     needs: ClassVar[tuple[str, ...]] = ()
     """Names of the signals that the rule reads from ``Rollouts.signals``."""
+    reads_success: ClassVar[bool] = False
+    """Whether the rule reads ``Rollouts.success``: engines then ask which reward decides it."""
 
     def __post_init__(self) -> None:
         """Check every option against its declared type, range and choices."""
@@ -112,8 +114,8 @@ class Rule(ABC):
 
     @property
     def recipe(self) -> Recipe:
-        """What the paper trains with around this rule."""
-        return Recipe(Surrogate(), ratio_required=False)
+        """What the paper trains with around this rule; by default a token-level ratio."""
+        return Recipe(Surrogate())
 
     @property
     def whole_batch(self) -> bool:
@@ -198,7 +200,7 @@ def _coerce(value: Any, spec: Option, rule: str) -> Any:
         if isinstance(value, bool):
             raise ValueError
         number = float(value)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         raise refuse("a number") from None
     if not math.isfinite(number):
         raise refuse("a finite number")

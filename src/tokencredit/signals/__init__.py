@@ -1,0 +1,1 @@
+"""Signals that rules need beyond rewards: statistics of the policy at each token."""

@@ -1,0 +1,488 @@
+"""The mixin that gives TRL's GRPOTrainer token-level credit.
+
+Only overrides that call ``super()``: no TRL method body is copied. Credit is formed in
+`_generate_and_score_completions`, on the whole generation batch of all ranks, before TRL
+shuffles and splits it; the loss then reads ``[b, t]`` advantages, a path that TRL keeps for
+subclasses and that the first step checks.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from accelerate.utils import gather_object
+from torch import Tensor
+
+from tokencredit.credit import Credit, assign
+from tokencredit.engines.trl.event import CreditEvent
+from tokencredit.engines.trl.guards import apply_requirements, check_trainer, check_versions
+from tokencredit.errors import InputError, MissingSignalError
+from tokencredit.methods.registry import resolve
+from tokencredit.methods.rule import Rule
+from tokencredit.rollouts import SUCCESS_ABOVE, Rollouts
+
+if TYPE_CHECKING:
+    from trl import GRPOTrainer as _Base
+else:
+    _Base = object
+
+__all__ = ["TokenCreditMixin"]
+
+logger = logging.getLogger("tokencredit")
+
+EntropySource = Literal["auto", "old_logprobs", "forward"]
+FORWARD_KEYS = (
+    "pixel_values",
+    "image_grid_thw",
+    "num_images",
+    "pixel_attention_mask",
+    "spatial_shapes",
+    "num_tiles",
+    "image_sizes",
+    "token_type_ids",
+    "mm_token_type_ids",
+    "image_position_ids",
+)
+"""What a multimodal policy's forward pass needs besides tokens, under TRL's own names."""
+
+
+class TokenCreditMixin(_Base):
+    """Token-level credit for TRL's GRPOTrainer or a subclass of it.
+
+        class MyTrainer(TokenCreditMixin, GRPOTrainer): ...
+
+    Args:
+        *args: as for GRPOTrainer.
+        credit: a rule (``GTPO(alpha2=0.1)``), a name (``"gtpo"``), or None: then nothing
+            changes and the trainer is exactly the one it is mixed into.
+        success_from: name of the reward function that says whether a response is right (a value
+            above 0.5). Needed by rules that read success when there are several.
+        entropy_source: ``auto`` reuses the old-log-probability pass when TRL runs one, else runs
+            one pass without gradient; ``old_logprobs`` and ``forward`` force either.
+        signals: further token signals by name, for rules that need them: called like a reward
+            function, each returns one list of numbers a response, one number a token.
+        on_credit: called with a `CreditEvent` after each assignment, on the main process.
+        **kwargs: as for GRPOTrainer.
+
+    Raises:
+        InputError: a configuration that contradicts the rule, an unknown reward function, a
+            trainer or TRL release whose loss would not use token-level advantages.
+
+    The rule's requirements on the configuration are set and logged once (`apply_requirements`).
+    Diagnostics are logged as ``credit/...``; ``trainer.last_credit`` holds the latest `Credit`.
+    """
+
+    def __init__(
+        self,
+        *args: Any,
+        credit: Rule | str | None = None,
+        success_from: str | None = None,
+        entropy_source: EntropySource = "auto",
+        signals: Mapping[str, Callable[..., Sequence[Sequence[float]]]] | None = None,
+        on_credit: Sequence[Callable[[CreditEvent], None]] = (),
+        **kwargs: Any,
+    ) -> None:
+        check_versions()
+        check_trainer(self)
+        if entropy_source not in ("auto", "old_logprobs", "forward"):
+            raise InputError(
+                "TokenCreditMixin: entropy_source must be auto, old_logprobs or forward, "
+                f"got {entropy_source!r}"
+            )
+        self.credit_rule = None if credit is None else resolve(credit)
+        self.entropy_source: EntropySource = entropy_source
+        self.last_credit: Credit | None = None
+        self.on_credit = list(on_credit)
+        self._signal_funcs = dict(signals or {})
+        self._scored: dict[str, Any] | None = None
+        self._capturing = False
+        self._policy_pass: tuple[Tensor, Tensor] | None = None
+        self._loss_inputs: dict[str, Any] | None = None
+        self._loss_pass: tuple[Any, ...] | None = None
+        self._replay: tuple[Any, ...] | None = None
+        self._loss_checked = False
+        self._source_logged: str | None = None
+        super().__init__(*args, **kwargs)
+        if self.credit_rule is None:
+            return
+        for name in self.credit_rule.needs:
+            if name != "entropy" and name not in self._signal_funcs:
+                raise MissingSignalError(
+                    f"{self.credit_rule.name}: needs the signal {name!r}; give the trainer a "
+                    f"function for it: signals={{{name!r}: ...}}"
+                )
+        for line in apply_requirements(self.args, self.credit_rule):
+            if self.accelerator.is_main_process:
+                logger.info("tokencredit: %s", line)
+        self.importance_sampling_level = self.args.importance_sampling_level
+        self._success_column = self._find_success(success_from)
+
+    def _find_success(self, name: str | None) -> int | None:
+        names = list(self.reward_func_names)
+        if name is not None:
+            if name not in names:
+                raise InputError(
+                    f"success_from: no reward function {name!r}; there are: {', '.join(names)}"
+                )
+            return names.index(name)
+        assert self.credit_rule is not None
+        if len(names) == 1:
+            return 0
+        if self.credit_rule.reads_success:
+            raise InputError(
+                f"{self.credit_rule.name} reads whether a response is right, and there are "
+                f"{len(names)} reward functions: set success_from to one of {', '.join(names)}"
+            )
+        return None
+
+    # -- forming credit ---------------------------------------------------------------------
+
+    def _calculate_rewards(
+        self, inputs: Any, prompts: Any, completions: Any, completion_ids_list: Any
+    ) -> Tensor:
+        rewards = super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)
+        if self.credit_rule is not None:
+            if bool(rewards.isnan().all()):
+                raise InputError(
+                    f"every reward of this batch is None or NaN (reward functions: "
+                    f"{', '.join(self.reward_func_names)}): nothing can be learnt from it"
+                )
+            self._scored = {
+                "inputs": inputs,
+                "prompts": prompts,
+                "completions": completions,
+                "completion_ids": completion_ids_list,
+                "rewards": rewards,
+            }
+        return rewards
+
+    def _generate_and_score_completions(self, inputs: Any) -> dict[str, Any]:
+        if self.credit_rule is None:
+            return super()._generate_and_score_completions(inputs)
+        # TRL masks truncated responses before anything looks at them; here they must count in
+        # the statistics first, so the masking is done afterwards, by `_exclude`.
+        mask_truncated = self.mask_truncated_completions
+        self.mask_truncated_completions = False
+        self._capturing, self._policy_pass = True, None
+        try:
+            output = super()._generate_and_score_completions(inputs)
+        finally:
+            self.mask_truncated_completions = mask_truncated
+            self._capturing = False
+        if "old_per_token_logps" not in output:
+            self._policy_pass = None  # what was seen was the reference model's pass
+        scored, self._scored = self._scored, None
+        assert scored is not None
+        return self._add_credit(output, scored, mask_truncated)
+
+    def _add_credit(
+        self, output: dict[str, Any], scored: dict[str, Any], mask_truncated: bool
+    ) -> dict[str, Any]:
+        assert self.credit_rule is not None
+        mode: Literal["train", "eval"] = "train" if self.model.training else "eval"
+        mask = output["completion_mask"].bool()
+        length = mask.sum(dim=1)
+        if "tool_mask" in output:
+            mask = mask & output["tool_mask"].bool()
+        last = output["completion_ids"].gather(1, (length - 1).clamp(min=0).unsqueeze(1))
+        ends = torch.tensor([*self.eos_token_ids, self._tokenizer.pad_token_id], device=last.device)
+        truncated = ~torch.isin(last.squeeze(1), ends)
+
+        local, source = self._local_signals(output, scored)
+        rewards = scored["rewards"]
+        n = rewards.shape[0]
+        everything = {name: self._gather_tokens(value) for name, value in local.items()}
+        whole_mask = self._gather_tokens(mask.to(torch.uint8)).bool()
+        all_truncated = self._gather_rows(truncated)
+        generations = self.num_generations if mode == "train" else self.num_generations_eval
+        total = (rewards * self.reward_weights.to(rewards.device)).nansum(dim=1)
+        total = total.masked_fill(rewards.isnan().all(dim=1), torch.nan)
+        real, success = None, None
+        if self._success_column is not None:
+            verdict = rewards[:, self._success_column]
+            success = verdict > SUCCESS_ABOVE
+            if self.credit_rule.reads_success:
+                real = whole_mask.any(dim=1) & ~verdict.isnan()
+        rollouts = Rollouts(
+            rewards=total,
+            group=[i // generations for i in range(n)],
+            mask=whole_mask,
+            success=success,
+            real=real,
+            keep=~all_truncated if mask_truncated else None,
+            base=self._gather_rows(output["advantages"]),
+            signals=everything,
+        )
+        credit = assign(rollouts, self.credit_rule)
+        self.last_credit = credit
+        for name, value in credit.diagnostics.items():
+            self._metrics[mode][f"credit/{name}"].append(value)
+        self._show_in_completions(credit, whole_mask)
+        self._tell(output, scored, rollouts, credit, all_truncated, source, mode)
+
+        b, t = mask.shape
+        rows = slice(self.accelerator.process_index * b, (self.accelerator.process_index + 1) * b)
+        output["advantages"] = credit.advantage[rows, :t].contiguous()
+        self._exclude(output, (rollouts.real & ~credit.in_loss)[rows])
+        return output
+
+    def _exclude(self, output: dict[str, Any], rows: Tensor) -> None:
+        """Take whole responses out of the loss and its denominator, the way TRL does."""
+        stay = (~rows).unsqueeze(1)
+        output["completion_mask"] = output["completion_mask"] * stay
+        loss_mask = output["completion_mask"]
+        if "tool_mask" in output:
+            output["tool_mask"] = output["tool_mask"] * stay
+            loss_mask = loss_mask * output["tool_mask"]
+        output["num_items_in_batch"] = self.accelerator.gather(loss_mask.sum()).sum()
+
+    def _gather_tokens(self, value: Tensor) -> Tensor:
+        if self.accelerator.num_processes == 1:
+            return value
+        padded = self.accelerator.pad_across_processes(value.contiguous(), dim=1)
+        return self.accelerator.gather(padded)
+
+    def _gather_rows(self, value: Tensor) -> Tensor:
+        if self.accelerator.num_processes == 1:
+            return value
+        return self.accelerator.gather(value.contiguous())
+
+    # -- signals ----------------------------------------------------------------------------
+
+    def _local_signals(
+        self, output: dict[str, Any], scored: dict[str, Any]
+    ) -> tuple[dict[str, Tensor], str | None]:
+        """This rank's token signals, ``[b, t]``, and where the entropies came from."""
+        assert self.credit_rule is not None
+        signals: dict[str, Tensor] = {}
+        source = None
+        if "entropy" in self.credit_rule.needs or self._policy_pass is not None:
+            signals["logprob"], signals["entropy"], source = self._policy_statistics(output)
+            if source != self._source_logged and self.accelerator.is_main_process:
+                logger.info("tokencredit: token entropies from %s", source)
+                self._source_logged = source
+        for name, function in self._signal_funcs.items():
+            signals[name] = self._ask_signal(name, function, scored, output)
+        return signals, source
+
+    def _policy_statistics(self, output: dict[str, Any]) -> tuple[Tensor, Tensor, str]:
+        """Log-probability and entropy of each response token under the policy that sampled."""
+        captured, self._policy_pass = self._policy_pass, None
+        if self.entropy_source != "forward" and captured is not None:
+            return captured[0].float(), captured[1].float(), "the old-log-probability pass"
+        if self.entropy_source == "old_logprobs":
+            raise InputError(
+                "entropy_source='old_logprobs': TRL runs no such pass with this configuration "
+                "(steps_per_generation x num_iterations divides gradient_accumulation_steps and "
+                "there is no vLLM); use 'auto' or 'forward'"
+            )
+        ids = torch.cat([output["prompt_ids"], output["completion_ids"]], dim=1)
+        attention = torch.cat([output["prompt_mask"], output["completion_mask"]], dim=1)
+        batch_size = (
+            self.args.per_device_train_batch_size
+            if self.model.training
+            else self.args.per_device_eval_batch_size
+        )
+        extra = {key: output[key] for key in FORWARD_KEYS if key in output}
+        with torch.no_grad():
+            logprob, entropy = self._get_per_token_logps_and_entropies(
+                self.model,
+                ids,
+                attention,
+                output["completion_ids"].size(1),
+                batch_size=batch_size,
+                compute_entropy=True,
+                **extra,
+            )[:2]
+        return logprob.detach().float(), entropy.detach().float(), "one more forward pass"
+
+    def _ask_signal(
+        self,
+        name: str,
+        function: Callable[..., Sequence[Sequence[float]]],
+        scored: dict[str, Any],
+        output: dict[str, Any],
+    ) -> Tensor:
+        columns = {
+            key: [row[key] for row in scored["inputs"]]
+            for key in scored["inputs"][0]
+            if key not in ("prompt", "completion", "completion_ids")
+        }
+        values = function(
+            prompts=scored["prompts"],
+            completions=scored["completions"],
+            completion_ids=scored["completion_ids"],
+            **columns,
+        )
+        b, t = output["completion_ids"].shape
+        if len(values) != b:
+            raise InputError(f"signal {name!r}: one list a response, {b}, got {len(values)}")
+        rows: list[list[float]] = []
+        for i, (row, ids) in enumerate(zip(values, scored["completion_ids"], strict=True)):
+            if len(row) != len(ids):
+                raise InputError(
+                    f"signal {name!r}, response {i}: one number a token, {len(ids)}, got {len(row)}"
+                )
+            rows.append([*row, *([0.0] * (t - len(row)))])
+        return torch.tensor(rows, dtype=torch.float32, device=output["completion_ids"].device)
+
+    def _get_per_token_logps_and_entropies(self, model: Any, *args: Any, **kwargs: Any) -> Any:
+        if self._replay is not None:
+            return self._replay
+        capture = self._capturing and self._policy_pass is None and model is self.model
+        if capture:
+            kwargs["compute_entropy"] = True
+        out = super()._get_per_token_logps_and_entropies(model, *args, **kwargs)
+        if capture:
+            self._policy_pass = (out[0].detach(), out[1].detach())
+        if self._loss_inputs is not None:
+            if not self._loss_checked:
+                self._loss_pass = tuple(x.detach() if isinstance(x, Tensor) else x for x in out)
+            out = (self._arithmetic_ratio(out[0], self._loss_inputs), *out[1:])
+        return out
+
+    # -- the loss ---------------------------------------------------------------------------
+
+    def _compute_loss(self, model: Any, inputs: Any) -> Tensor:
+        if self.credit_rule is None:
+            return super()._compute_loss(model, inputs)
+        self._loss_inputs = inputs
+        try:
+            loss = super()._compute_loss(model, inputs)
+        finally:
+            self._loss_inputs = None
+        if not self._loss_checked and self.model.training:
+            self._check_loss(model, inputs)
+            self._loss_checked, self._loss_pass = True, None
+        return loss
+
+    def _arithmetic_ratio(self, logprob: Tensor, inputs: dict[str, Any]) -> Tensor:
+        """Log-probabilities whose sequence-level ratio in TRL is GRPO-S's arithmetic mean.
+
+        TRL forms ``exp(mean_t(lp_t - old_t))``. Handed ``lp_t := old_t + log mean_t exp(lp_t -
+        old_t)``, that is ``mean_t exp(lp_t - old_t)``, and so is its gradient in the model.
+        """
+        assert self.credit_rule is not None
+        if self.credit_rule.recipe.surrogate.ratio != "sequence_arithmetic":
+            return logprob
+        old = inputs.get("old_per_token_logps")
+        old = logprob.detach() if old is None else old
+        mask = inputs["completion_mask"]
+        mask = mask if "tool_mask" not in inputs else mask * inputs["tool_mask"]
+        log_ratio = (logprob - old).masked_fill(mask == 0, -torch.inf)
+        empty = mask.sum(dim=1, keepdim=True) == 0
+        log_ratio = log_ratio.masked_fill(empty, 0.0)
+        count = mask.sum(dim=1, keepdim=True).clamp(min=1)
+        return old + log_ratio.logsumexp(dim=1, keepdim=True) - count.log()
+
+    def _check_loss(self, model: Any, inputs: dict[str, Any]) -> None:
+        """Replay the first loss to see that TRL still honours ``[b, t]`` advantages.
+
+        The gradient in the log-probabilities must be the same for ``[b]`` advantages and for
+        their broadcast; and, for token-level ratios, advantages of 0 on every other token must
+        take exactly those tokens' gradients away.
+        """
+        assert self._loss_pass is not None
+        base = inputs["advantages"].sum(dim=1).sign() + 2.0
+        full = base.unsqueeze(1).expand_as(inputs["advantages"]).contiguous()
+        half = full.clone()
+        half[:, ::2] = 0.0
+        zero = self._replayed_gradient(model, inputs, torch.zeros_like(full))
+        row = self._replayed_gradient(model, inputs, base) - zero
+        broadcast = self._replayed_gradient(model, inputs, full) - zero
+        tolerance = 1e-4 * float(row.abs().max()) + 1e-12
+        ok = bool((row - broadcast).abs().max() <= tolerance)
+        token_level = self.importance_sampling_level == "token"
+        if ok and token_level and self.args.off_policy_mask_threshold is None:
+            halved = self._replayed_gradient(model, inputs, half) - zero
+            expected = broadcast.clone()
+            expected[:, ::2] = 0.0
+            ok = bool((halved - expected).abs().max() <= tolerance)
+        if not ok:
+            import trl
+
+            raise RuntimeError(
+                f"TRL {trl.__version__} no longer uses token-level advantages the way tokencredit "
+                f"needs (loss_type={self.loss_type!r}); please report it"
+            )
+
+    def _replayed_gradient(self, model: Any, inputs: dict[str, Any], advantages: Tensor) -> Tensor:
+        """Gradient of TRL's loss in the log-probabilities, without a forward pass or a trace."""
+        assert self._loss_pass is not None
+        mode = "train" if self.model.training else "eval"
+        metrics = {name: list(values) for name, values in self._metrics[mode].items()}
+        state = {
+            name: getattr(self, name)
+            for name in ("_entropy_window_stats", "_last_world_entropy", "entropy_coef")
+            if hasattr(self, name)
+        }
+        leaf = self._loss_pass[0].clone().requires_grad_(True)
+        self._replay = (leaf, *self._loss_pass[1:])
+        try:
+            with torch.enable_grad():
+                loss = super()._compute_loss(model, {**inputs, "advantages": advantages})
+                (gradient,) = torch.autograd.grad(loss, leaf, allow_unused=True)
+        finally:
+            self._replay = None
+            self._metrics[mode].clear()
+            self._metrics[mode].update(metrics)
+            for name, value in state.items():
+                setattr(self, name, value)
+        return torch.zeros_like(leaf) if gradient is None else gradient
+
+    # -- telling ----------------------------------------------------------------------------
+
+    def _show_in_completions(self, credit: Credit, mask: Tensor) -> None:
+        """Put what the loss uses into the completions table: each response's mean advantage."""
+        count = mask.sum(dim=1).clamp(min=1)
+        values = (credit.advantage.sum(dim=1) / count).tolist()
+        shown = self._logs["advantages"]
+        for i in range(1, min(len(values), len(shown)) + 1):
+            shown[-i] = values[-i]
+
+    def _tell(
+        self,
+        output: dict[str, Any],
+        scored: dict[str, Any],
+        rollouts: Rollouts,
+        credit: Credit,
+        truncated: Tensor,
+        source: str | None,
+        mode: Literal["train", "eval"],
+    ) -> None:
+        if not self.on_credit:
+            return
+        prompt_ids = [
+            ids[keep].tolist()
+            for ids, keep in zip(output["prompt_ids"], output["prompt_mask"].bool(), strict=True)
+        ]
+        response_ids = [list(map(int, ids)) for ids in scored["completion_ids"]]
+        several = self.accelerator.num_processes > 1
+        rows = [scored["prompts"], scored["completions"], prompt_ids, response_ids]
+        if several:
+            rows = [gather_object(list(row)) for row in rows]
+        if not self.accelerator.is_main_process:
+            return
+        table = scored["rewards"].tolist()
+        event = CreditEvent(
+            step=self.state.global_step,
+            mode=mode,
+            rollouts=rollouts,
+            credit=credit,
+            prompts=rows[0],
+            responses=rows[1],
+            prompt_ids=rows[2],
+            response_ids=rows[3],
+            rewards={
+                name: [None if line[i] != line[i] else line[i] for line in table]
+                for i, name in enumerate(self.reward_func_names)
+            },
+            truncated=truncated,
+            group=rollouts.group,
+            entropy_source=source,
+        )
+        for listener in self.on_credit:
+            listener(event)

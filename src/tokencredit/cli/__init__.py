@@ -1,0 +1,1 @@
+"""The command line: verbs only. Each parses, calls the library, and prints."""

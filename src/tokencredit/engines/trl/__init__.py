@@ -13,11 +13,13 @@ if TYPE_CHECKING:
     from tokencredit.engines.trl.event import CreditEvent
     from tokencredit.engines.trl.guards import apply_requirements, recommended_config
     from tokencredit.engines.trl.mixin import TokenCreditMixin
+    from tokencredit.engines.trl.recording import RolloutRecorder
     from tokencredit.engines.trl.trainer import CreditGRPOTrainer
 
 __all__ = [
     "CreditEvent",
     "CreditGRPOTrainer",
+    "RolloutRecorder",
     "TokenCreditMixin",
     "apply_requirements",
     "recommended_config",
@@ -26,6 +28,7 @@ __all__ = [
 _HOMES = {
     "CreditEvent": "event",
     "CreditGRPOTrainer": "trainer",
+    "RolloutRecorder": "recording",
     "TokenCreditMixin": "mixin",
     "apply_requirements": "guards",
     "recommended_config": "guards",

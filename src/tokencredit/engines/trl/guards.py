@@ -148,9 +148,10 @@ def recommended_config(rule: Rule) -> dict[str, Any]:
     fields: dict[str, Any] = {
         "loss_type": LOSS_TYPE[surrogate.aggregation],
         "epsilon": surrogate.clip_low,
-        "epsilon_high": surrogate.clip_high,
         "beta": recipe.kl,
     }
+    if surrogate.clip_high != surrogate.clip_low:
+        fields["epsilon_high"] = surrogate.clip_high
     if recipe.mask_truncated:
         fields["mask_truncated_completions"] = True
     return fields

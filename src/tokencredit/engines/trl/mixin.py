@@ -19,10 +19,10 @@ from torch import Tensor
 from tokencredit.credit import Credit, assign
 from tokencredit.engines.trl.event import CreditEvent
 from tokencredit.engines.trl.guards import apply_requirements, check_trainer, check_versions
-from tokencredit.errors import InputError, MissingSignalError
+from tokencredit.errors import InputError, MissingSignalError, nearest
 from tokencredit.methods.registry import resolve
 from tokencredit.methods.rule import Rule
-from tokencredit.rollouts import SUCCESS_ABOVE, Rollouts
+from tokencredit.rollouts import TRUE_ABOVE, Rollouts
 
 if TYPE_CHECKING:
     from trl import GRPOTrainer as _Base
@@ -34,6 +34,9 @@ __all__ = ["TokenCreditMixin"]
 logger = logging.getLogger("tokencredit")
 
 EntropySource = Literal["auto", "old_logprobs", "forward"]
+POLICY_SIGNALS = ("entropy", "logprob")
+"""Token signals that the trainer fills in itself, from one pass of the policy."""
+
 FORWARD_KEYS = (
     "pixel_values",
     "image_grid_thw",
@@ -109,7 +112,7 @@ class TokenCreditMixin(_Base):
         if self.credit_rule is None:
             return
         for name in self.credit_rule.needs:
-            if name != "entropy" and name not in self._signal_funcs:
+            if name not in POLICY_SIGNALS and name not in self._signal_funcs:
                 raise MissingSignalError(
                     f"{self.credit_rule.name}: needs the signal {name!r}; give the trainer a "
                     f"function for it: signals={{{name!r}: ...}}"
@@ -125,8 +128,11 @@ class TokenCreditMixin(_Base):
         if name is not None:
             if name not in names:
                 raise InputError(
-                    f"success_from: no reward function {name!r}; there are: {', '.join(names)}"
+                    f"success_from: no reward function {name!r}{nearest(name, names)}; there are: "
+                    f"{', '.join(names)}"
                 )
+            if names.count(name) > 1:
+                raise InputError(f"success_from: {names.count(name)} reward functions named {name}")
             return names.index(name)
         assert self.credit_rule is not None
         if len(names) == 1:
@@ -203,7 +209,7 @@ class TokenCreditMixin(_Base):
         real, success = None, None
         if self._success_column is not None:
             verdict = rewards[:, self._success_column]
-            success = verdict > SUCCESS_ABOVE
+            success = verdict > TRUE_ABOVE
             if self.credit_rule.reads_success:
                 real = whole_mask.any(dim=1) & ~verdict.isnan()
         rollouts = Rollouts(
@@ -226,7 +232,7 @@ class TokenCreditMixin(_Base):
         b, t = mask.shape
         rows = slice(self.accelerator.process_index * b, (self.accelerator.process_index + 1) * b)
         output["advantages"] = credit.advantage[rows, :t].contiguous()
-        self._exclude(output, (rollouts.real & ~credit.in_loss)[rows])
+        self._exclude(output, (~rollouts.keep | (rollouts.real & ~credit.in_loss))[rows])
         return output
 
     def _exclude(self, output: dict[str, Any], rows: Tensor) -> None:
@@ -237,6 +243,11 @@ class TokenCreditMixin(_Base):
         if "tool_mask" in output:
             output["tool_mask"] = output["tool_mask"] * stay
             loss_mask = loss_mask * output["tool_mask"]
+        # TRL's log-probability of a masked token is 0: so must the old one be, else its ratio, on
+        # its way to being multiplied by 0, may overflow.
+        for name in ("old_per_token_logps", "ref_per_token_logps"):
+            if name in output:
+                output[name] = output[name].masked_fill(~stay, 0.0)
         output["num_items_in_batch"] = self.accelerator.gather(loss_mask.sum()).sum()
 
     def _gather_tokens(self, value: Tensor) -> Tensor:
@@ -259,7 +270,8 @@ class TokenCreditMixin(_Base):
         assert self.credit_rule is not None
         signals: dict[str, Tensor] = {}
         source = None
-        if "entropy" in self.credit_rule.needs or self._policy_pass is not None:
+        wanted = set(self.credit_rule.needs) & set(POLICY_SIGNALS) - set(self._signal_funcs)
+        if wanted or self._policy_pass is not None:
             signals["logprob"], signals["entropy"], source = self._policy_statistics(output)
             if source != self._source_logged and self.accelerator.is_main_process:
                 logger.info("tokencredit: token entropies from %s", source)
@@ -355,8 +367,8 @@ class TokenCreditMixin(_Base):
         finally:
             self._loss_inputs = None
         if not self._loss_checked and self.model.training:
-            self._check_loss(model, inputs)
-            self._loss_checked, self._loss_pass = True, None
+            self._loss_checked = self._check_loss(model, inputs)
+            self._loss_pass = None
         return loss
 
     def _arithmetic_ratio(self, logprob: Tensor, inputs: dict[str, Any]) -> Tensor:
@@ -366,7 +378,8 @@ class TokenCreditMixin(_Base):
         old_t)``, that is ``mean_t exp(lp_t - old_t)``, and so is its gradient in the model.
         """
         assert self.credit_rule is not None
-        if self.credit_rule.recipe.surrogate.ratio != "sequence_arithmetic":
+        recipe = self.credit_rule.recipe
+        if not recipe.ratio_required or recipe.surrogate.ratio != "sequence_arithmetic":
             return logprob
         old = inputs.get("old_per_token_logps")
         old = logprob.detach() if old is None else old
@@ -378,36 +391,44 @@ class TokenCreditMixin(_Base):
         count = mask.sum(dim=1, keepdim=True).clamp(min=1)
         return old + log_ratio.logsumexp(dim=1, keepdim=True) - count.log()
 
-    def _check_loss(self, model: Any, inputs: dict[str, Any]) -> None:
+    def _check_loss(self, model: Any, inputs: dict[str, Any]) -> bool:
         """Replay the first loss to see that TRL still honours ``[b, t]`` advantages.
 
         The gradient in the log-probabilities must be the same for ``[b]`` advantages and for
         their broadcast; and, for token-level ratios, advantages of 0 on every other token must
-        take exactly those tokens' gradients away.
+        take exactly those tokens' gradients away. All ranks come to the same answer.
+
+        Returns:
+            Whether there was anything to see: not if the loss masks the whole micro-batch.
         """
         assert self._loss_pass is not None
-        base = inputs["advantages"].sum(dim=1).sign() + 2.0
-        full = base.unsqueeze(1).expand_as(inputs["advantages"]).contiguous()
+        shape = inputs["advantages"].shape
+        # Rows that differ, so that one row's advantage in another row's loss shows.
+        base = 1.0 + torch.arange(shape[0], device=inputs["advantages"].device) / shape[0]
+        full = base.unsqueeze(1).expand(shape).contiguous()
         half = full.clone()
         half[:, ::2] = 0.0
         zero = self._replayed_gradient(model, inputs, torch.zeros_like(full))
         row = self._replayed_gradient(model, inputs, base) - zero
         broadcast = self._replayed_gradient(model, inputs, full) - zero
-        tolerance = 1e-4 * float(row.abs().max()) + 1e-12
-        ok = bool((row - broadcast).abs().max() <= tolerance)
-        token_level = self.importance_sampling_level == "token"
-        if ok and token_level and self.args.off_policy_mask_threshold is None:
-            halved = self._replayed_gradient(model, inputs, half) - zero
+        error = (row - broadcast).abs().max()
+        if self.importance_sampling_level == "token":
             expected = broadcast.clone()
             expected[:, ::2] = 0.0
-            ok = bool((halved - expected).abs().max() <= tolerance)
-        if not ok:
+            halved = self._replayed_gradient(model, inputs, half) - zero
+            error = torch.maximum(error, (halved - expected).abs().max())
+        size = row.abs().max()
+        wrong, seen = error > 1e-4 * size + 1e-12, size > 0
+        found = self._gather_rows(torch.stack([wrong, seen]).to(torch.uint8).unsqueeze(0))
+        wrong, seen = found.amax(dim=0).tolist()
+        if wrong:
             import trl
 
             raise RuntimeError(
                 f"TRL {trl.__version__} no longer uses token-level advantages the way tokencredit "
                 f"needs (loss_type={self.loss_type!r}); please report it"
             )
+        return bool(seen)
 
     def _replayed_gradient(self, model: Any, inputs: dict[str, Any], advantages: Tensor) -> Tensor:
         """Gradient of TRL's loss in the log-probabilities, without a forward pass or a trace."""
@@ -453,14 +474,16 @@ class TokenCreditMixin(_Base):
         source: str | None,
         mode: Literal["train", "eval"],
     ) -> None:
-        if not self.on_credit:
+        several = self.accelerator.num_processes > 1
+        listened = torch.tensor([len(self.on_credit)], device=truncated.device)
+        # A listener that only the main process has needs the other ranks' rows all the same.
+        if not bool(self._gather_rows(listened).any()):
             return
         prompt_ids = [
             ids[keep].tolist()
             for ids, keep in zip(output["prompt_ids"], output["prompt_mask"].bool(), strict=True)
         ]
         response_ids = [list(map(int, ids)) for ids in scored["completion_ids"]]
-        several = self.accelerator.num_processes > 1
         rows = [scored["prompts"], scored["completions"], prompt_ids, response_ids]
         if several:
             rows = [gather_object(list(row)) for row in rows]

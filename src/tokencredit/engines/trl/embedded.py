@@ -1,0 +1,72 @@
+"""The lab's settings as jobs for the trainer: ``tokencredit train --lab``."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from tokencredit.engines.trl.jobs import Job
+from tokencredit.methods.rule import Rule
+
+if TYPE_CHECKING:
+    from tokencredit.lab import Setting
+
+__all__ = ["lab_defaults", "lab_job"]
+
+
+def lab_defaults(setting: Setting) -> dict[str, Any]:
+    """What a setting trains with where the user leaves it open: GTPO, and `GRPOConfig` fields."""
+    ranks = int(os.environ.get("WORLD_SIZE", "1"))
+    cuda = torch.cuda.is_available()
+    return {
+        "credit": "gtpo",
+        "per_device_train_batch_size": setting.prompts_per_step * setting.group_size // ranks,
+        "per_device_eval_batch_size": setting.prompts_per_step * setting.group_size // ranks,
+        "num_generations": setting.group_size,
+        "max_completion_length": setting.task.max_response,
+        "learning_rate": setting.learning_rate,
+        "lr_scheduler_type": "constant",
+        "max_steps": setting.steps,
+        "logging_steps": 1,
+        "save_steps": 20,
+        "save_total_limit": 2,
+        "seed": 0,
+        "use_cpu": not cuda,
+        "dataloader_pin_memory": cuda,
+        # 0.8 million parameters: 16-bit or recomputed activations would only slow them down.
+        "bf16": False,
+        "gradient_checkpointing": False,
+        "report_to": "none",
+    }
+
+
+def lab_job(setting: Setting, training: Any, rule: Rule | None, *, on_progress: Any) -> Job:
+    """The setting's policy, prompts, reward and, for the oracle, its marks."""
+    from tokencredit import lab
+
+    model, tokenizer = lab.load_policy(setting, on_progress=on_progress)
+    if training.max_steps > 0:
+        prompts = training.max_steps * training.generation_batch_size // training.num_generations
+    else:
+        prompts = setting.steps * setting.prompts_per_step
+    marks = lab.oracle_signal(setting.task)
+
+    def oracle(prompts: Any, completion_ids: Any, **_: Any) -> list[list[float]]:
+        return marks(prompts, completion_ids)
+
+    def accuracy(policy: Any, count: int) -> Any:
+        return lab.evaluate(policy, tokenizer, setting.task, prompts=count, seed=10_000)
+
+    return Job(
+        model=model,
+        tokenizer=tokenizer,
+        train=lab.prompt_dataset(setting.task, prompts, seed=training.seed),
+        evaluation=lab.prompt_dataset(setting.task, 256, seed=1, held_out=True)
+        if training.eval_strategy != "no"
+        else None,
+        rewards=[lab.task_reward(setting.task)],
+        signals={"oracle": oracle} if rule is not None and "oracle" in rule.needs else {},
+        accuracy=accuracy,
+    )

@@ -1,0 +1,105 @@
+"""Writes what was sampled, scored and credited during training as records."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import asdict
+from typing import Any
+
+import tokencredit
+from tokencredit.engines.trl.event import CreditEvent
+from tokencredit.errors import InputError
+from tokencredit.records import Record, append_records, compact, records_with_credit
+
+__all__ = ["RolloutRecorder"]
+
+
+class RolloutRecorder:
+    """A listener for ``on_credit`` that appends each generation batch to a record file.
+
+    Each call writes whole lines with one flush, so a killed run loses no step and doubles none
+    (`tokencredit.records.truncate_after_step` on resuming).
+
+    Args:
+        path: a plain ``.jsonl`` file.
+        tokenizer: its ``convert_ids_to_tokens`` gives the text of each token.
+        every: write the batches of every so many optimiser steps; evaluation is not recorded.
+        meta: put into every record's ``meta``: model, tokenizer, temperature, ...
+
+    Example:
+        from tokencredit.engines.trl import CreditGRPOTrainer, RolloutRecorder
+
+        trainer = CreditGRPOTrainer(..., on_credit=[RolloutRecorder("rollouts.jsonl", tokenizer)])
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        tokenizer: Any,
+        *,
+        every: int = 1,
+        meta: dict[str, Any] | None = None,
+    ) -> None:
+        if every < 1:
+            raise InputError(f"RolloutRecorder: every must be at least 1, got {every!r}")
+        self.path = os.fspath(path)
+        self.tokenizer = tokenizer
+        self.every = every
+        self.meta = dict(meta or {})
+        self._last = -every
+
+    def __call__(self, event: CreditEvent) -> None:
+        """Write one batch, if it is due."""
+        if event.mode != "train" or event.step - self._last < self.every:
+            return
+        self._last = event.step - event.step % self.every
+        append_records(self.path, self._records(event))
+
+    def _records(self, event: CreditEvent) -> list[Record]:
+        rollouts = event.rollouts
+        mask = rollouts.mask.int().tolist()
+        signals = {name: compact(value) for name, value in rollouts.signals.items()}
+        rewards: Any = compact(rollouts.rewards)
+        success: Any = rollouts.success.tolist()
+        keep: Any = rollouts.keep.tolist()
+        truncated = event.truncated.tolist()
+        group = rollouts.group.tolist()
+        meta = self.meta | {"tokencredit": tokencredit.__version__}
+        if event.entropy_source is not None:
+            meta["entropy_source"] = event.entropy_source
+        plain = [
+            Record(
+                group=f"{event.step}.{group[i]}",
+                step=event.step,
+                prompt=event.prompts[i],
+                prompt_token_ids=event.prompt_ids[i],
+                response=_text(event.responses[i]),
+                token_ids=ids,
+                tokens=[_token(t) for t in self.tokenizer.convert_ids_to_tokens(ids)],
+                mask=mask[i][: len(ids)],
+                reward=rewards[i],
+                rewards={name: values[i] for name, values in event.rewards.items()},
+                success=success[i],
+                keep=keep[i],
+                truncated=truncated[i],
+                signals={name: values[i][: len(ids)] for name, values in signals.items()},
+                meta=meta,
+            )
+            for i, ids in enumerate(event.response_ids)
+        ]
+        rule = event.credit.rule
+        assert rule is not None
+        about = {"options": asdict(rule), "version": tokencredit.__version__}
+        return records_with_credit(plain, rule.name, event.credit, meta=about)
+
+
+def _token(token: str | bytes | None) -> str | bytes:
+    return "" if token is None else token
+
+
+def _text(response: Any) -> str:
+    """The text of a response, which is a string or a list of messages."""
+    if isinstance(response, str):
+        return response
+    parts = [message.get("content") for message in response]
+    return "\n".join(part for part in parts if isinstance(part, str))

@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
 from tokencredit.errors import InputError, MissingSignalError
+from tokencredit.rollouts import as_ones
 
 if TYPE_CHECKING:
     from tokencredit.methods.rule import Rule
@@ -69,12 +70,14 @@ class Credit:
         - ``largest_share``: the largest share of one response's ``|A|`` on one token.
         - ``unknown_tokens``: share of tokens whose needed signal was unknown; rules that read one.
         """
-        assert self._rollouts is not None
+        if self._rollouts is None:
+            raise InputError("Credit: made without its rollouts; a rule returns finish(...)")
         measures = _common_measures(self, self._rollouts)
         if self._measures is not None:
             measures.update(self._measures())
-        values = torch.stack([v.detach().to(torch.float32).reshape(()) for v in measures.values()])
-        return dict(zip(measures, values.tolist(), strict=True))
+        stacked = torch.stack([v.detach().to(torch.float32).reshape(()) for v in measures.values()])
+        values = cast("list[float]", stacked.tolist())
+        return dict(zip(measures, values, strict=True))
 
 
 def finish(
@@ -100,7 +103,7 @@ def finish(
         weight: ``[b, t]`` weights, if the rule multiplies.
         dropped: ``[b]`` bool, responses that leave the loss together with its denominator.
         masked: the rule promises that its ``[b, t]`` values are 0 outside ``rollouts.live``
-            (weights: 1), which saves looking.
+            (weights: 1) and gives them away: ``advantage`` is finished in place.
         measures: the rule's own diagnostics, computed when first read.
     """
     in_loss = rollouts.real & rollouts.keep
@@ -115,9 +118,9 @@ def finish(
 
     if advantage.dim() == 1:
         flat = torch.where(in_loss, advantage.detach().to(torch.float32), 0.0)
-        full = rollouts.mask.to(torch.float32).mul_(flat.unsqueeze(1))
+        full = as_ones(rollouts.mask).mul_(flat.unsqueeze(1))
     else:
-        full = clean(advantage) * in_loss.to(torch.float32).unsqueeze(1)
+        full = clean(advantage).mul_(in_loss.to(torch.float32).unsqueeze(1))
     if weight is not None:
         weight = torch.where(in_loss.unsqueeze(1), clean(weight, 1.0), 1.0)
     return Credit(
@@ -136,23 +139,23 @@ def _common_measures(credit: Credit, rollouts: Rollouts) -> dict[str, Tensor]:
     a = credit.advantage
     trained = rollouts.mask.to(a.dtype).mul_(credit.in_loss.to(a.dtype).unsqueeze(1))
     size = a.abs()
-    total, square = size.sum(dim=1), torch.linalg.vector_norm(a, dim=1).square()
+    norm = cast("Tensor", torch.linalg.vector_norm(a, dim=1))
+    total, square = size.sum(dim=1), norm.square()
     length = trained.sum(dim=1)
     moved = total > 0
     effective = torch.where(moved, total * total / square.clamp(min=1e-30), 0.0)
     count = moved.sum().clamp(min=1)
     tokens = length.sum()
-    real = torch.zeros(rollouts.groups, dtype=torch.bool, device=a.device)
-    real[rollouts.group[rollouts.real]] = True
-    live = torch.zeros_like(real)
-    live[rollouts.group[moved]] = True
+    number = torch.zeros(2, rollouts.groups, dtype=torch.int32, device=a.device)
+    number.index_add_(1, rollouts.group, torch.stack([rollouts.real, moved]).to(torch.int32))
+    groups, groups_moved = number.count_nonzero(dim=1)
     against = (a * credit.base.sign().unsqueeze(1)).clamp_(max=0)
     flips = torch.count_nonzero(against)
     return {
         "responses": rollouts.real.sum(),
-        "groups": real.sum(),
+        "groups": groups,
         "tokens": tokens,
-        "groups_skipped": 1 - live.sum() / real.sum().clamp(min=1),
+        "groups_skipped": (groups - groups_moved) / groups.clamp(min=1),
         "sign_flips": flips / tokens.clamp(min=1),
         "effective_tokens": effective.sum() / count,
         "effective_share": (effective / length.clamp(min=1)).sum() / count,

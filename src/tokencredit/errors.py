@@ -46,8 +46,11 @@ def nearest(word: str, known: Iterable[str]) -> str:
     Example:
         >>> nearest("gpto", ["grpo", "gtpo"])
         " (did you mean 'gtpo'?)"
+        >>> nearest("GRPO-S", ["grpo", "grpo_s"])
+        " (did you mean 'grpo_s'?)"
         >>> nearest("zzz", ["grpo", "gtpo"])
         ''
     """
-    close = difflib.get_close_matches(word, list(known), n=1, cutoff=0.6)
-    return f" (did you mean {close[0]!r}?)" if close else ""
+    plain = {name.lower().replace("-", "_"): name for name in known}
+    close = difflib.get_close_matches(word.lower().replace("-", "_"), plain, n=1, cutoff=0.6)
+    return f" (did you mean {plain[close[0]]!r}?)" if close else ""

@@ -120,6 +120,7 @@ def importance_ratio(
         [[1.5, 1.5]]
     """
     _check(mask, logprob=logprob, old_logprob=old_logprob)
+    logprob = logprob.to(torch.promote_types(logprob.dtype, torch.float32))
     log_ratio = torch.where(mask, logprob - old_logprob.detach(), 0.0)
     log_ratio = log_ratio.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
     if level == "token":
@@ -164,6 +165,7 @@ def loss_denominator(
         >>> loss_denominator(mask, "seq-mean-token-sum-norm", max_length=10).item()
         20.0
     """
+    _check(mask)
     if aggregation == "token-mean":
         return mask.sum().clamp(min=1).float()
     responses = mask.any(dim=1).sum().clamp(min=1).float()
@@ -271,8 +273,8 @@ def policy_loss_reference(
             part += -min(w * a, clipped * a)
         total += part / len(chosen) if surrogate.aggregation == "seq-mean-token-mean" else part
     if denominator is None:
-        denominator = float(tokens if surrogate.aggregation == "token-mean" else responses)
+        denominator = max(tokens if surrogate.aggregation == "token-mean" else responses, 1)
         if surrogate.aggregation == "seq-mean-token-sum-norm":
             assert max_length is not None
             denominator *= max_length
-    return total / max(denominator, 1.0)
+    return total / denominator

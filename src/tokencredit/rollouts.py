@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from types import MappingProxyType
-from typing import Any
+from typing import Any, cast
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -15,7 +15,8 @@ from tokencredit.errors import InputError
 
 __all__ = ["Rollouts"]
 
-SUCCESS_ABOVE = 0.5
+TRUE_ABOVE = 0.5
+"""A reward above it is a success, and so is a flag that comes as a number: -1 is no success."""
 
 
 @dataclass(frozen=True, init=False, eq=False)
@@ -28,16 +29,17 @@ class Rollouts:
     Notation for shapes: b responses, t padded tokens.
 
     Args:
-        rewards: ``[b]``, the scalar reward of each response; NaN = not scored.
+        rewards: ``[b]``, the scalar reward of each response; NaN or infinite = not scored.
         group: ``[b]``, which prompt a response answers: an integer tensor or a sequence of any
             hashables, in any order. A group tensor on an accelerator costs one synchronisation
             (the number of groups is read back); a sequence or a CPU tensor costs none.
         mask: ``[b, t]`` bool, True where the policy chose the token. Holes (tool output) and
             padding on either side are fine: a token's position is its index among the True ones.
-        success: ``[b]`` bool, whether the response is right. The only thing that GTPO, GRPO-S
-            and the DAPO filter read. Default: ``rewards > 0.5``.
+        success: ``[b]`` bool, whether the response is right (numbers: right above 0.5, so that
+            0/1 and -1/1 both work). The only thing that GTPO, GRPO-S and the DAPO filter read.
+            Default: ``rewards > 0.5``.
         real: ``[b]`` bool, False = a padding row of the engine, in no statistic. Default: the
-            mask is not empty and the reward is not NaN.
+            mask is not empty. An unscored response is never real.
         keep: ``[b]`` bool, False = counts in every statistic but not in the loss (a truncated
             response under DAPO's overlong filter); its advantage is 0. Default: all True.
         base: ``[b]``, the engine's own response-level advantage. Rules that weight a base use
@@ -116,8 +118,8 @@ class Rollouts:
             "rewards": rewards_t,
             "group": group_t,
             "mask": mask_t,
-            "success": flags(success, "success", rewards_t > SUCCESS_ABOVE),
-            "real": flags(real, "real", mask_t.any(dim=1)) & ~rewards_t.isnan(),
+            "success": flags(success, "success", rewards_t > TRUE_ABOVE),
+            "real": flags(real, "real", _any_of_row(mask_t)) & rewards_t.isfinite(),
             "keep": flags(keep, "keep", torch.ones(b, dtype=torch.bool, device=device)),
             "base": None if base is None else _row(base, "base", b, device, floating=True),
             "signals": MappingProxyType(checked),
@@ -146,10 +148,13 @@ class Rollouts:
 
     def live_as(self, dtype: torch.dtype = torch.float32) -> Float[Tensor, "b t"]:
         """`live` as a new tensor of ones and zeros: multiplying by it is the fast way to mask."""
-        return self.mask.to(dtype).mul_(self.real.to(dtype).unsqueeze(1))
+        return as_ones(self.mask, dtype).mul_(self.real.to(dtype).unsqueeze(1))
 
     def replace(self, **changes: Any) -> Rollouts:
         """The same rollouts with some constructor arguments changed.
+
+        The others stay as they are: new rewards do not make a new ``success``. ``entropy=`` and
+        ``work=`` replace that one signal.
 
         Example:
             >>> import torch
@@ -158,7 +163,10 @@ class Rollouts:
             [True, False]
         """
         names = [f.name for f in fields(self) if f.name != "groups"]
-        return Rollouts(**({name: getattr(self, name) for name in names} | changes))
+        shorthand = {name: changes.pop(name) for name in ("entropy", "work") if name in changes}
+        values = {name: getattr(self, name) for name in names} | changes
+        values["signals"] = {**(values["signals"] or {}), **shorthand}
+        return Rollouts(**values)
 
     def to(self, device: torch.device | str) -> Rollouts:
         """The same rollouts on another device."""
@@ -177,6 +185,21 @@ class Rollouts:
             signals={name: value.to(device) for name, value in self.signals.items()},
             token_ids=move(self.token_ids),
         )
+
+
+def as_ones(mask: Bool[Tensor, "b t"], dtype: torch.dtype = torch.float32) -> Tensor:
+    """A mask as a new tensor of ones and zeros.
+
+    By way of bytes, because a CPU converts bool itself some ten times more slowly.
+    """
+    return mask.view(torch.uint8).to(dtype)
+
+
+def _any_of_row(mask: Bool[Tensor, "b t"]) -> Bool[Tensor, "b"]:
+    """``mask.any(dim=1)``, by way of bytes for the same reason."""
+    if mask.shape[1] == 0:
+        return mask.new_zeros(mask.shape[0])
+    return mask.view(torch.uint8).amax(dim=1).view(torch.bool)
 
 
 def _shape(value: Tensor) -> str:
@@ -212,7 +235,7 @@ def _row(given: Any, name: str, b: int, device: torch.device, *, floating: bool)
     value = _same_device(value, given, name, device)
     if floating:
         return value if value.dtype == torch.float64 else value.to(torch.float32)
-    return value if value.dtype == torch.bool else value != 0
+    return value if value.dtype == torch.bool else value > TRUE_ABOVE
 
 
 def _tokens(
@@ -238,11 +261,19 @@ def _dense_groups(given: Any, b: int, device: torch.device) -> tuple[Tensor, int
             raise InputError(f"Rollouts: group must have shape [b] = [{b}], got {_shape(given)}")
         if given.is_floating_point() or given.is_complex():
             raise InputError(f"Rollouts: group must hold integers, got {given.dtype}")
-        unique, dense = torch.unique(given.detach(), return_inverse=True)
+        unique, dense = cast(
+            "tuple[Tensor, Tensor]", torch.unique(given.detach(), return_inverse=True)
+        )
         return dense.to(device), unique.numel()
-    keys: list[Hashable] = list(given)
+    try:
+        keys: list[Hashable] = list(given)
+    except TypeError as error:
+        raise InputError(f"Rollouts: group must be a tensor or a sequence: {error}") from error
     if len(keys) != b:
         raise InputError(f"Rollouts: group must name {b} responses, one each, got {len(keys)}")
+    if any(isinstance(key, Tensor) for key in keys):
+        # Tensors hash by identity: every response would be a group of its own.
+        raise InputError("Rollouts: group must be one tensor or hashable values, got tensors")
     index: dict[Hashable, int] = {}
     try:
         dense_list = [index.setdefault(key, len(index)) for key in keys]

@@ -73,7 +73,7 @@ class GRPO_S(Rule):  # noqa: N801 - the paper writes GRPO-S
         "zero", "advantage of a group that is all right or all wrong", choices=("zero", "literal")
     )
     entropy_floor: float = option(
-        1e-6, "smallest token entropy, in nats, after the clamp", low=0, low_open=True
+        1e-6, "smallest token entropy, in nats, after the clamp", low=1e-30
     )
     entropy_range: tuple[float, float] | None = option(
         None, "clamp token entropies to low,high nats; none = off (the paper's 0.2,0.28)"

@@ -94,9 +94,7 @@ class GTPO(Rule):
     uniform_groups: Literal["zero", "literal"] = option(
         "zero", "advantage of a group that is all right or all wrong", choices=("zero", "literal")
     )
-    entropy_floor: float = option(
-        1e-6, "smallest entropy, in nats, after the clamp", low=0, low_open=True
-    )
+    entropy_floor: float = option(1e-6, "smallest entropy, in nats, after the clamp", low=1e-30)
     entropy_range: tuple[float, float] | None = option(
         None, "clamp entropies to low,high nats; none = off (the paper's 0.2,0.28)"
     )
@@ -111,7 +109,7 @@ class GTPO(Rule):
     def credit(self, rollouts: Rollouts) -> Credit:
         """Assign credit."""
         success = rollouts.success
-        share, live, known = entropy_share(
+        share, live, known, spare = entropy_share(
             rollouts, self.entropy_floor, self.entropy_range, self.share_over
         )
         sign = torch.where(success, 1.0, -1.0).to(share.dtype)
@@ -124,7 +122,9 @@ class GTPO(Rule):
         length = live.sum(dim=1)
         joint = reward_pools("joint", scope, scopes, success, length)
         pools = reward_pools(self.normalise, scope, scopes, success, length)
-        advantage = pools.standardise(reward, live, correction=self.correction, eps=self.eps)
+        advantage = pools.standardise(
+            reward, live, correction=self.correction, eps=self.eps, out=spare
+        )
         base = (joint if self.normalise == "own_set" else pools).standardise(
             sign * (self.alpha1 + self.alpha2), length, correction=self.correction, eps=self.eps
         )
@@ -159,24 +159,29 @@ def usable_entropy(
 
     The entropies are finite and at least ``floor`` everywhere, the other two 0 elsewhere. Masks
     are floats here: on a CPU multiplying by one is an order of magnitude faster than selecting.
+    Where nothing is unknown (looked up only on the CPU: elsewhere it would synchronise) the last
+    two are one and the same tensor.
     """
     entropy = rollouts.signals["entropy"]
     entropy = entropy.to(torch.promote_types(entropy.dtype, torch.float32))
     live = rollouts.live_as(entropy.dtype)
     low, high = limits if limits is not None else (floor, None)
-    value = entropy.nan_to_num(nan=floor, posinf=floor, neginf=floor)
-    value.clamp_(max(low, floor), None if high is None else max(high, floor))
+    least, most = max(low, floor), None if high is None else max(high, floor)
+    if entropy.device.type == "cpu" and bool(entropy.sum().isfinite()):
+        return entropy.clamp(least, most), live, live
+    value = entropy.nan_to_num(nan=floor, posinf=floor, neginf=floor).clamp_(least, most)
     known = entropy.mul(0).add_(1).nan_to_num_(nan=0.0).mul_(live)
     return value, live, known
 
 
 def entropy_share(
     rollouts: Rollouts, floor: float, limits: tuple[float, float] | None, share_over: Scope
-) -> tuple[Float[Tensor, "b t"], Float[Tensor, "b t"], Float[Tensor, ""]]:
+) -> tuple[Float[Tensor, "b t"], Float[Tensor, "b t"], Float[Tensor, ""], Float[Tensor, "b t"]]:
     """Each token's share of its position's entropy, times how many share it: 1 on average.
 
     Right responses share H, wrong ones 1/H, each side apart. Returns the shares (1 where the
-    entropy is unknown, 0 outside the live tokens), ones at live tokens, and how many are known.
+    entropy is unknown, 0 outside the live tokens), ones at live tokens, how many are known, and
+    a tensor of that shape to be overwritten: new memory costs more than the arithmetic.
     """
     value, live, known = usable_entropy(rollouts, floor, limits)
     side = rollouts.success.to(value.dtype).unsqueeze(1)
@@ -193,8 +198,11 @@ def entropy_share(
     total = packed.new_zeros(cells, packed.shape[1]).index_add_(0, cell, packed)
     number = torch.zeros_like(total).index_add_(0, cell, positions.pack(known).to(dtype))
     mean_inverse = number.div_(total.clamp_(min=torch.finfo(size.dtype).tiny)).to(size.dtype)
-    share = size.mul_(positions.unpack(mean_inverse.index_select(0, cell)))
-    return share.add_(live).sub_(known), live, known.sum()
+    torch.index_select(mean_inverse, 0, cell, out=value)
+    share = size.mul_(positions.unpack(value))
+    if known is not live:
+        share.add_(live).sub_(known)
+    return share, live, known.sum(), value
 
 
 def reward_pools(

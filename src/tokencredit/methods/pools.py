@@ -65,16 +65,25 @@ class Pools:
         mean = self.mean(values, weight)
         return self._inverse_std(mean, _centre(values, weight, mean), weight, correction, eps)
 
-    def standardise(self, values: Tensor, weight: Tensor, *, correction: int, eps: float) -> Tensor:
+    def standardise(
+        self,
+        values: Tensor,
+        weight: Tensor,
+        *,
+        correction: int,
+        eps: float,
+        out: Tensor | None = None,
+    ) -> Tensor:
         """``(value - mean) / (std + eps)`` within each pool; 0 for a pool without spread.
 
-        Arguments as in `mean`; ``correction`` as in ``torch.std``: 1 divides by n - 1.
+        Arguments as in `mean`; ``correction`` as in ``torch.std``: 1 divides by n - 1; ``out``: a
+        tensor of ``values``' shape and type to put the result into (``[b, t]`` alone).
 
         Returns:
             Of ``values``' shape; 0 where ``weight`` is 0.
         """
         mean = self.mean(values, weight)
-        centred = _centre(values, weight, mean)
+        centred = _centre(values, weight, mean, out)
         factor = self._inverse_std(mean, centred, weight, correction, eps)
         return centred.mul_(factor.unsqueeze(1) if values.dim() == 2 else factor)
 
@@ -107,9 +116,9 @@ def _row_sums(values: Tensor, weight: Tensor) -> Tensor:
     return values.sum(dim=1) if values.dim() == 2 else values * weight
 
 
-def _centre(values: Tensor, weight: Tensor, mean: Tensor) -> Tensor:
+def _centre(values: Tensor, weight: Tensor, mean: Tensor, out: Tensor | None = None) -> Tensor:
     if values.dim() == 2:
-        return torch.addcmul(values, weight, mean.unsqueeze(1), value=-1)
+        return torch.addcmul(values, weight, mean.unsqueeze(1), value=-1, out=out)
     return torch.where(weight > 0, values - mean, 0.0)
 
 
@@ -127,7 +136,7 @@ class Positions:
     @staticmethod
     def of(ones: Float[Tensor, "b t"]) -> Positions:
         """Positions of the tokens of a mask given as ones and zeros (`Rollouts.live_as`)."""
-        if ones.device.type == "cpu" and not bool((ones[:, 1:] > ones[:, :-1]).any()):
+        if ones.device.type == "cpu" and _is_prefix(ones):
             return Positions(None)
         return Positions.general(ones)
 
@@ -145,6 +154,13 @@ class Positions:
     def unpack(self, packed: Float[Tensor, "b t"]) -> Float[Tensor, "b t"]:
         """Back to the columns of the mask; anything outside it."""
         return packed if self.index is None else packed.gather(1, self.index)
+
+
+def _is_prefix(ones: Float[Tensor, "b t"]) -> bool:
+    """Whether no 0 is followed by a 1; in bytes, which a CPU compares fastest."""
+    if ones.shape[0] == 0 or ones.shape[1] < 2:
+        return True
+    return int(ones.to(torch.int8).diff(dim=1).amax()) <= 0
 
 
 def uniform_groups(

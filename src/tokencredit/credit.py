@@ -137,7 +137,7 @@ def finish(
 
 def _common_measures(credit: Credit, rollouts: Rollouts) -> dict[str, Tensor]:
     a = credit.advantage
-    trained = rollouts.mask.to(a.dtype).mul_(credit.in_loss.to(a.dtype).unsqueeze(1))
+    trained = as_ones(rollouts.mask).mul_(credit.in_loss.to(a.dtype).unsqueeze(1))
     size = a.abs()
     norm = cast("Tensor", torch.linalg.vector_norm(a, dim=1))
     total, square = size.sum(dim=1), norm.square()
@@ -149,8 +149,9 @@ def _common_measures(credit: Credit, rollouts: Rollouts) -> dict[str, Tensor]:
     number = torch.zeros(2, rollouts.groups, dtype=torch.int32, device=a.device)
     number.index_add_(1, rollouts.group, torch.stack([rollouts.real, moved]).to(torch.int32))
     groups, groups_moved = number.count_nonzero(dim=1)
-    against = (a * credit.base.sign().unsqueeze(1)).clamp_(max=0)
-    flips = torch.count_nonzero(against)
+    largest = size.amax(dim=1) if a.shape[1] else total
+    against = torch.mul(a, credit.base.sign().unsqueeze(1), out=size).clamp_(max=0)
+    flips = -against.sign_().sum()
     return {
         "responses": rollouts.real.sum(),
         "groups": groups,
@@ -159,7 +160,7 @@ def _common_measures(credit: Credit, rollouts: Rollouts) -> dict[str, Tensor]:
         "sign_flips": flips / tokens.clamp(min=1),
         "effective_tokens": effective.sum() / count,
         "effective_share": (effective / length.clamp(min=1)).sum() / count,
-        "largest_share": torch.where(moved, size.amax(dim=1) / total.clamp(min=1e-30), 0.0).amax()
+        "largest_share": torch.where(moved, largest / total.clamp(min=1e-30), 0.0).amax()
         if a.numel()
         else a.new_zeros(()),
     }

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import ClassVar, Literal, cast
 
 import torch
 from jaxtyping import Float
@@ -167,7 +167,7 @@ def usable_entropy(
     live = rollouts.live_as(entropy.dtype)
     low, high = limits if limits is not None else (floor, None)
     least, most = max(low, floor), None if high is None else max(high, floor)
-    if entropy.device.type == "cpu" and bool(entropy.sum().isfinite()):
+    if entropy.device.type == "cpu" and math.isfinite(cast("float", entropy.sum().tolist())):
         return entropy.clamp(least, most), live, live
     value = entropy.nan_to_num(nan=floor, posinf=floor, neginf=floor).clamp_(least, most)
     known = entropy.mul(0).add_(1).nan_to_num_(nan=0.0).mul_(live)
@@ -194,12 +194,13 @@ def entropy_share(
     many = 2 * rollouts.responses > 64 * cells
     dtype = wide(size.device) if many else size.dtype
     positions = Positions.of(live)
-    packed = positions.pack(size).to(dtype)
-    total = packed.new_zeros(cells, packed.shape[1]).index_add_(0, cell, packed)
+    packed = positions.pack(size)  # size itself where nothing has to move
+    total = packed.new_zeros(cells, packed.shape[1], dtype=dtype)
+    total.index_add_(0, cell, packed.to(dtype))
     number = torch.zeros_like(total).index_add_(0, cell, positions.pack(known).to(dtype))
     mean_inverse = number.div_(total.clamp_(min=torch.finfo(size.dtype).tiny)).to(size.dtype)
-    torch.index_select(mean_inverse, 0, cell, out=value)
-    share = size.mul_(positions.unpack(value))
+    spread = torch.index_select(mean_inverse, 0, cell, out=value if packed is size else packed)
+    share = size.mul_(positions.unpack(spread, out=value))
     if known is not live:
         share.add_(live).sub_(known)
     return share, live, known.sum(), value

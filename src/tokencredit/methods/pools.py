@@ -126,9 +126,10 @@ def _centre(values: Tensor, weight: Tensor, mean: Tensor, out: Tensor | None = N
 class Positions:
     """Tokens by their position: the index among the masked tokens of their response.
 
-    ``pack`` moves each response's masked values to the front, so that column t is position t
+    ``pack`` moves each response's masked values to the front, so that a column is a position
     whatever the padding; ``unpack`` is its inverse. Both are free where the mask already is a
     prefix of each row, which is looked up only on the CPU: elsewhere it would synchronise.
+    Otherwise what is packed has one column more, the first, for what is outside the mask.
     """
 
     index: Int[Tensor, "b t"] | None
@@ -143,17 +144,21 @@ class Positions:
     @staticmethod
     def general(ones: Float[Tensor, "b t"]) -> Positions:
         """The same without a look at the values: no synchronisation."""
-        return Positions(ones.cumsum(dim=1).sub_(1).clamp_(min=0).long())
+        bits = ones.to(torch.int8)  # a sum of integers comes out as the int64 that indexing wants
+        return Positions(bits.cumsum(dim=1).mul_(bits))
 
-    def pack(self, values: Float[Tensor, "b t"]) -> Float[Tensor, "b t"]:
+    def pack(self, values: Float[Tensor, "b t"]) -> Float[Tensor, "b p"]:
         """Masked values to the front; ``values`` must be 0 outside the mask."""
         if self.index is None:
             return values
-        return torch.zeros_like(values).scatter_add_(1, self.index, values)
+        packed = values.new_zeros(values.shape[0], values.shape[1] + 1)
+        return packed.scatter_(1, self.index, values)
 
-    def unpack(self, packed: Float[Tensor, "b t"]) -> Float[Tensor, "b t"]:
-        """Back to the columns of the mask; anything outside it."""
-        return packed if self.index is None else packed.gather(1, self.index)
+    def unpack(
+        self, packed: Float[Tensor, "b p"], out: Float[Tensor, "b t"] | None = None
+    ) -> Float[Tensor, "b t"]:
+        """Back to the columns of the mask; anything outside it. ``out`` may take the result."""
+        return packed if self.index is None else torch.gather(packed, 1, self.index, out=out)
 
 
 def _is_prefix(ones: Float[Tensor, "b t"]) -> bool:

@@ -1,0 +1,1 @@
+"""Time and memory against real peers: the same work, in one run. ``python -m benchmarks``."""

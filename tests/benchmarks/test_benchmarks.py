@@ -1,0 +1,69 @@
+"""Each benchmark runs, at tiny sizes, and gives finite numbers. No test looks at a time."""
+
+import json
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+
+def benchmarks(*arguments: str) -> subprocess.CompletedProcess[str]:
+    paths = [str(ROOT / "src"), os.environ.get("PYTHONPATH", "")]
+    return subprocess.run(
+        [sys.executable, "-m", "benchmarks", *arguments],
+        cwd=ROOT,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths))},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+
+
+def tables(name: str, folder: Path) -> dict[str, list[list[Any]]]:
+    done = benchmarks(name, "--quick", "--json", f"{folder}/a.json", "--markdown", f"{folder}/a.md")
+    assert done.returncode == 0, done.stderr
+    (report,) = json.loads((folder / "a.json").read_text())
+    assert report["name"] == name
+    assert {"cores", "threads", "torch"} <= set(report["machine"])
+    text = (folder / "a.md").read_text()
+    assert text.strip() in done.stdout
+    for table in report["tables"]:
+        assert table["title"] in text
+        for row in table["rows"]:
+            assert len(row) == len(table["columns"])
+            numbers = [value for value in row if not isinstance(value, str)]
+            assert all(math.isfinite(value) and value >= 0 for value in numbers)
+    return {table["title"]: table["rows"] for table in report["tables"]}
+
+
+def test_without_a_name_they_are_listed() -> None:
+    done = benchmarks()
+    assert done.returncode == 0
+    assert [line.split()[0] for line in done.stdout.splitlines()] == ["assign", "trl_step"]
+
+
+def test_an_unknown_name_is_refused() -> None:
+    done = benchmarks("asign")
+    assert done.returncode == 2
+    assert "asign" in done.stderr and "assign" in done.stderr
+
+
+def test_assign(tmp_path: Path) -> None:
+    found = tables("assign", tmp_path)
+    sizes = [rows for title, rows in found.items() if "milliseconds" in title]
+    variants = [rows for title, rows in found.items() if "variants" in title]
+    assert sizes and all(len(rows) == 4 for rows in sizes)
+    assert variants and all(rows[1][0] == "shuffled groups" for rows in variants)
+
+
+def test_trl_step(tmp_path: Path) -> None:
+    pytest.importorskip("trl")
+    for rows in tables("trl_step", tmp_path).values():
+        assert [row[0] for row in rows] == ["GRPOTrainer", "gtpo"]
+        assert all(row[1] > 0 for row in rows)

@@ -1,12 +1,13 @@
 """``tokencredit VERB ...``: finds the verb, runs it, and turns errors into exit codes.
 
 Exit codes: 0 done; 2 the user's input is wrong (one line: what, where, what to do); 1 a fault of
-ours (with its traceback); 130 interrupted.
+ours (with its traceback); 130 interrupted; 141 training stopped because its output was closed.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import sys
 import traceback
@@ -46,21 +47,28 @@ def main(argv: Sequence[str] | None = None) -> int:
     os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
     os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
     try:
-        return _dispatch(arguments)
+        code = _dispatch(arguments)
+        sys.stdout.flush()
+        return code
+    except SystemExit as end:  # argparse, after --help
+        return end.code if isinstance(end.code, int) else 0
     except (InputError, MissingExtraError) as error:
-        print(f"tokencredit: {error}", file=sys.stderr)
+        print(f"{_who()}: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
     except BrokenPipeError:
-        # The reader of our output left; what was asked for is not wanted any more.
-        sys.stdout = open(os.devnull, "w")  # noqa: PTH123, SIM115
-        return 0
-    except KeyboardInterrupt:
-        hint = "; go on with --resume" if arguments[:1] == ["train"] else ""
-        print(f"\ntokencredit: interrupted{hint}", file=sys.stderr)
+        # The reader of our output left. Python would complain once more when it flushes.
+        with contextlib.suppress(OSError, ValueError):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        if arguments[:1] != ["train"] or {"-h", "--help"} & set(arguments):
+            return 0
+        print(f"{_who()}: stopped, as nobody reads its output any more", file=sys.stderr)
+        return 141
+    except KeyboardInterrupt as stop:
+        print(f"\n{_who()}: {stop or 'interrupted'}", file=sys.stderr)
         return 130
     except Exception as error:
         if type(error).__name__ == "RunFaultError":
-            print(f"tokencredit: fault: {error}", file=sys.stderr)
+            print(f"{_who()}: fault: {error}", file=sys.stderr)
         else:
             traceback.print_exc()
             print(
@@ -69,6 +77,12 @@ def main(argv: Sequence[str] | None = None) -> int:
                 file=sys.stderr,
             )
         return 1
+
+
+def _who() -> str:
+    """Which process speaks, where a launcher started several."""
+    rank = os.environ.get("RANK", "0")
+    return "tokencredit" if rank == "0" else f"tokencredit (rank {rank})"
 
 
 def entry_point() -> NoReturn:

@@ -22,8 +22,13 @@ def run(argv: list[str]) -> int:
     if options.name is None:
         width = max(map(len, known))
         for name, method in known.items():
+            if method.rule.control_of:
+                continue
             needs = f"  (needs {', '.join(method.needs)})" if method.needs else ""
             print(f"{name:<{width}}  {method.title}  {method.paper}{needs}")
+        controls = [name for name, method in known.items() if method.rule.control_of]
+        if controls:
+            print(f"\ncontrols for ablations: {', '.join(controls)}")
         return 0
     if options.name not in known:
         raise InputError(

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
+import os
+import signal
+import threading
+from collections.abc import Generator
 
 from tokencredit.errors import MissingExtraError
 
@@ -25,5 +30,27 @@ def run(argv: list[str]) -> int:
         raise InputError("train: say what to train: --lab, or --config FILE.yaml (see --help)")
     from tokencredit.engines.trl.training import train
 
-    train(argv)
+    with _terminated_is_interrupted():
+        train(argv)
     return 0
+
+
+@contextlib.contextmanager
+def _terminated_is_interrupted() -> Generator[None]:
+    """A scheduler ends a run by SIGTERM: it is left as after Ctrl-C.
+
+    Not one of several processes: waiting for the others, it would not come to raise anything.
+    """
+    several = int(os.environ.get("WORLD_SIZE", "1")) > 1
+    if several or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)

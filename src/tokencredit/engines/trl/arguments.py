@@ -8,6 +8,10 @@ user set on purpose (a rule's recipe fills in only the others).
 from __future__ import annotations
 
 import argparse
+import dataclasses
+import enum
+import os
+import typing
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,7 +24,15 @@ from tokencredit.methods.registry import resolve
 from tokencredit.methods.rule import Rule
 from tokencredit.methods.texts import set_options
 
-__all__ = ["TrainArguments", "make_parser", "parse_train_arguments", "read_yaml"]
+__all__ = [
+    "TrainArguments",
+    "config_path",
+    "lab_name",
+    "make_parser",
+    "parse_train_arguments",
+    "plain",
+    "read_yaml",
+]
 
 OWN_FIELDS = (
     "credit",
@@ -32,6 +44,33 @@ OWN_FIELDS = (
     "eval_prompts",
     "resume",
 )
+DEFAULT_LAB = "chain-qwen3"
+LAB_BRINGS = (
+    "model_name_or_path",
+    "dataset_name",
+    "datasets",
+    "reward_funcs",
+    "reward_model_name_or_path",
+)
+"""What a setting of the lab decides, so that it cannot be set beside ``lab``."""
+SECRETS = ("hub_token",)
+"""Not written into the run folder."""
+AT_LEAST = {
+    "temperature": (0.0, False),
+    "max_completion_length": (1, True),
+    "per_device_train_batch_size": (1, True),
+    "per_device_eval_batch_size": (1, True),
+    "gradient_accumulation_steps": (1, True),
+    "num_iterations": (1, True),
+    "learning_rate": (0.0, True),
+    "weight_decay": (0.0, True),
+    "max_grad_norm": (0.0, True),
+    "beta": (0.0, True),
+    "epsilon": (0.0, True),
+    "save_steps": (0.0, False),
+    "logging_steps": (0.0, False),
+}
+"""Lowest value, and whether it is allowed, of fields that TRL takes without looking."""
 
 
 @dataclass
@@ -52,6 +91,7 @@ class TrainArguments:
         resume: go on from the last checkpoint.
         explicit: what the user set, by field name.
         defaults: what the lab's setting set beneath that.
+        environment: the YAML's ``env`` mapping.
     """
 
     script: Any
@@ -67,6 +107,11 @@ class TrainArguments:
     resume: bool
     explicit: dict[str, Any] = field(default_factory=dict[str, Any])
     defaults: dict[str, Any] = field(default_factory=dict[str, Any])
+    environment: dict[str, str] = field(default_factory=dict[str, str])
+
+    def value(self, name: str) -> Any:
+        """What a TRL field is set to, as plain YAML can hold it."""
+        return _value_of(name, (self.script, self.training, self.model, self.dataset))
 
 
 def make_parser() -> Any:
@@ -90,7 +135,7 @@ def make_parser() -> Any:
     add(
         "--lab",
         nargs="?",
-        const="chain-qwen3",
+        const=DEFAULT_LAB,
         metavar="SETTING",
         help="train the embedded task and policy (default chain-qwen3; see `tokencredit lab`)",
     )
@@ -164,14 +209,14 @@ def parse_train_arguments(
     parser = make_parser()
     known = {action.dest for action in parser._actions} - {"help"}
     flags = _flags_given(parser, argv)
-    pre = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    pre.add_argument("--config")
-    path = pre.parse_known_args(list(argv))[0].config
+    path = config_path(argv)
     config = {} if path is None else read_yaml(path)
-    _set_environment(config.pop("env", None), path)
+    environment = _environment(config.pop("env", None), path)
+    os.environ.update(environment)
     for key in config:
-        if key not in known:
-            raise InputError(f"{path}: unknown key {key!r}{nearest(key, known)}")
+        if key == "config" or key not in known:
+            hint = nearest(key, known) or _launcher_hint(key)
+            raise InputError(f"{path}: unknown key {key!r}{hint}")
     options: dict[str, Any] = {}
     if isinstance(config.get("credit"), dict):
         credit = dict(config["credit"])
@@ -183,6 +228,7 @@ def parse_train_arguments(
     if yaml_pairs is not None:
         pairs = yaml_pairs if isinstance(yaml_pairs, list) else [yaml_pairs]
         options.update(set_options([str(pair) for pair in pairs]))
+    _check_types(parser, config, path)
 
     parser.set_defaults_with_config(**{**dict(defaults or {}), **config})
     try:
@@ -191,11 +237,12 @@ def parse_train_arguments(
         )
     except InputError:
         raise
-    except (ValueError, TypeError) as error:
+    except Exception as error:  # TRL's configurations check themselves, each in its own way
         raise InputError(f"train: {_one_line(error)}") from error
     if rest:
         flag = next((r for r in rest if r.startswith("--")), rest[0])
-        hint = nearest(flag.removeprefix("--").split("=")[0], known)
+        word = flag.removeprefix("--").split("=")[0]
+        hint = nearest(word, known) or _launcher_hint(word)
         raise InputError(f"train: unknown argument {flag!r}{hint}")
     script, training, model, dataset = parsed
     if "credit" in flags and config.get("credit") not in (None, own.credit):
@@ -213,13 +260,22 @@ def parse_train_arguments(
     for name in [*config, *flags]:
         if name not in OWN_FIELDS and name != "config":
             explicit[name] = _value_of(name, (script, training, model, dataset))
+    for name, (lowest, allowed) in AT_LEAST.items():
+        value = getattr(training, name)
+        if value is not None and (value < lowest or (value == lowest and not allowed)):
+            bound = "at least" if allowed else "above"
+            raise InputError(f"train: {name} must be {bound} {lowest}, got {value}")
+    lab = lab_name(own.lab)
+    beside = next((name for name in LAB_BRINGS if explicit.get(name)), None)
+    if lab is not None and beside is not None:
+        raise InputError(f"train: --lab brings its own model, data and reward; leave out {beside}")
     return TrainArguments(
         script=script,
         training=training,
         model=model,
         dataset=dataset,
         rule=rule,
-        lab=own.lab,
+        lab=lab,
         success_from=own.success_from,
         entropy_source=own.entropy_source,
         record_every=own.record_every,
@@ -227,7 +283,28 @@ def parse_train_arguments(
         resume=own.resume,
         explicit=explicit,
         defaults=dict(defaults or {}),
+        environment=environment,
     )
+
+
+def config_path(argv: Sequence[str]) -> str | None:
+    """The file that ``--config`` names, or None."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+    parser.add_argument("--config", action="append")
+    try:
+        given = parser.parse_known_args(list(argv))[0].config or []
+    except argparse.ArgumentError as error:
+        raise InputError(f"train: {error}") from error
+    if len(given) > 1:
+        raise InputError(f"train: --config is given {len(given)} times; put it all into one file")
+    return given[0] if given else None
+
+
+def lab_name(value: Any) -> str | None:
+    """The lab's setting that a flag or a YAML value names: ``lab: true`` is the default one."""
+    if value is None or value is False:
+        return None
+    return DEFAULT_LAB if value is True else str(value)
 
 
 def _flags_given(parser: Any, argv: Sequence[str]) -> list[str]:
@@ -239,29 +316,105 @@ def _flags_given(parser: Any, argv: Sequence[str]) -> list[str]:
 def _value_of(name: str, parsed: Sequence[Any]) -> Any:
     for group in parsed:
         if hasattr(group, name):
-            value = getattr(group, name)
-            return value if _plain(value) else str(value)
+            return plain(getattr(group, name))
     return None
 
 
-def _plain(value: Any) -> bool:
+def plain(value: Any) -> Any:
+    """A field's value as YAML can hold it and TRL's parser reads it again."""
+    if isinstance(value, enum.Enum):
+        return plain(value.value)
     if isinstance(value, dict):
-        return all(isinstance(k, str) and _plain(v) for k, v in value.items())
-    if isinstance(value, list):
-        return all(_plain(v) for v in value)
-    return value is None or type(value) in (bool, int, float, str)
+        return {str(k): plain(v) for k, v in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [plain(v) for v in value]
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        fields = {f.name: (getattr(value, f.name), f.default) for f in dataclasses.fields(value)}
+        return {name: plain(v) for name, (v, default) in fields.items() if v != default}
+    if value is None or type(value) in (bool, int, float, str):
+        return value
+    return str(value)
 
 
-def _set_environment(variables: Any, path: Any) -> None:
+def _check_types(parser: Any, config: dict[str, Any], path: Any) -> None:
+    """Refuse YAML values of a type that the field cannot have; argparse looks only at texts.
+
+    A number where a text belongs becomes that text, and one text where a list belongs a list.
+    """
+    optional, defaults = {"credit", "lab", "success_from"}, {}
+    for cls in parser.dataclass_types:
+        hints = typing.get_type_hints(cls)
+        for f in dataclasses.fields(cls):
+            defaults[f.name] = f.default
+            if type(None) in typing.get_args(hints[f.name]):
+                optional.add(f.name)
+    for action in parser._actions:
+        name = action.dest
+        if name in config and not action.option_strings[0].startswith("--no_"):
+            where = f"{path}: {name}"
+            if config[name] is not None:
+                config[name] = _checked(action, config[name], where)
+            elif name not in optional and defaults.get(name) is not None:
+                raise InputError(f"{where} is empty; give it a value or leave it out")
+
+
+def _checked(action: Any, value: Any, where: str) -> Any:
+    kind, several = action.type, action.nargs == "+"
+    if isinstance(value, (dict, list)):
+        if isinstance(value, list) and several:
+            return [_typed(kind, v, where) for v in value] if kind in (int, float) else value
+        if kind is None or kind in (int, float) or action.choices is not None or _is_bool(action):
+            raise InputError(f"{where} must be one value, got {value!r}")
+        return value  # TRL takes mappings where the command line takes JSON
+    if action.nargs == 0 or _is_bool(action):
+        if action.nargs != 0 and isinstance(value, str):
+            return value  # argparse will look at it
+        if not isinstance(value, bool):
+            raise InputError(f"{where} must be true or false, got {value!r}")
+        return value
+    if value is False and "no" in (action.choices or ()):
+        return "no"  # what YAML makes of a bare no
+    if isinstance(value, bool):
+        if action.dest != "lab" and (action.choices is not None or kind not in (str, None)):
+            raise InputError(f"{where} must not be true or false, got {value!r}")
+        return value
+    value = _typed(kind or str, value, where)
+    if action.choices is not None and value not in action.choices:
+        listed = ", ".join(map(str, action.choices))
+        hint = nearest(str(value), map(str, action.choices))
+        raise InputError(f"{where} is {value!r}, must be one of {listed}{hint}")
+    return [value] if several else value
+
+
+def _is_bool(action: Any) -> bool:
+    return getattr(action.type, "__name__", "") == "string_to_bool"
+
+
+def _typed(kind: Any, value: Any, where: str) -> Any:
+    try:
+        if isinstance(value, (bool, dict, list)) or value is None:
+            raise ValueError
+        return kind(value if isinstance(value, str) else str(value))
+    except (ValueError, TypeError, argparse.ArgumentTypeError) as error:
+        names = {int: "a whole number", float: "a number"}
+        wanted = f"must be {names[kind]}, got" if kind in names else "cannot be"
+        raise InputError(f"{where} {wanted} {value!r}") from error
+
+
+def _launcher_hint(word: str) -> str:
+    """`trl grpo` starts its own processes; here a launcher does."""
+    if word not in ("accelerate_config", "config_file", "num_processes", "num_machines"):
+        return ""
+    return "; for several processes use `accelerate launch -m tokencredit train ...` or torchrun"
+
+
+def _environment(variables: Any, path: Any) -> dict[str, str]:
     """The ``env`` mapping of a TRL YAML."""
-    import os
-
     if variables is None:
-        return
+        return {}
     if not isinstance(variables, dict):
         raise InputError(f"{path}: env must be a mapping of variable to value")
-    for key, value in variables.items():
-        os.environ[str(key)] = str(value)
+    return {str(key): str(value) for key, value in variables.items()}
 
 
 def _one_line(error: BaseException) -> str:

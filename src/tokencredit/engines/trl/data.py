@@ -8,7 +8,9 @@ import inspect
 import json
 import math
 import sys
-from collections.abc import Callable, Sequence
+import traceback
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -27,26 +29,47 @@ def read_prompts(path: str | Path) -> Any:
     from datasets import Dataset
 
     rows: list[dict[str, Any]] = []
+    kinds: dict[str, tuple[str, int]] = {}
     try:
         with Path(path).open(encoding="utf-8") as file:
             for number, line in enumerate(file, 1):
                 if line.strip():
-                    rows.append(_prompt_row(line, f"{path}:{number}"))
+                    row = _prompt_row(line, f"{path}:{number}")
+                    _check_like_the_first(row, rows, kinds, f"{path}:{number}", number)
+                    rows.append(row)
     except (OSError, UnicodeDecodeError) as error:
         raise InputError(f"{path}: cannot be read: {error}") from error
     if not rows:
         raise InputError(f"{path}: holds no prompt")
-    columns = set(rows[0])
-    for number, row in enumerate(rows, 1):
-        if set(row) != columns:
-            odd = sorted(set(row) ^ columns)[0]
-            raise InputError(f"{path}: row {number}: field {odd!r} is not in every row")
     try:
         return Dataset.from_list(rows)
     except Exception as error:  # pyarrow's errors have no common base worth naming
         raise InputError(
             f"{path}: rows do not fit together: {' '.join(str(error).split())}"
         ) from error
+
+
+def _check_like_the_first(
+    row: dict[str, Any],
+    rows: list[dict[str, Any]],
+    kinds: dict[str, tuple[str, int]],
+    where: str,
+    number: int,
+) -> None:
+    """The same fields on every line, each of one kind; ``kinds`` says where a kind was seen."""
+    if rows and set(row) != set(rows[0]):
+        odd = sorted(set(row) ^ set(rows[0]))[0]
+        is_it = "is not on the lines before" if odd in row else "is missing"
+        raise InputError(f"{where}: field {odd!r} {is_it}; give it on every line or on none")
+    for name, value in row.items():
+        if value is None:
+            continue
+        kind = {bool: "true or false", int: "a number", float: "a number", str: "text"}.get(
+            type(value), "a list" if isinstance(value, list) else "an object"
+        )
+        before, line = kinds.setdefault(name, (kind, number))
+        if before != kind:
+            raise InputError(f"{where}: field {name!r} is {kind}, but {before} on line {line}")
 
 
 def _prompt_row(line: str, where: str) -> dict[str, Any]:
@@ -70,6 +93,8 @@ def _prompt_row(line: str, where: str) -> dict[str, Any]:
             )
         if "content" not in message:
             raise InputError(f"{where}: field 'prompt[{i}].content' is missing")
+        if not isinstance(message["content"], (str, list, type(None))):
+            raise InputError(f"{where}: field 'prompt[{i}].content' must be text")
     return row
 
 
@@ -79,7 +104,8 @@ def load_splits(script: Any, mixture: Any, *, evaluate: bool) -> tuple[Any, Any]
     if mixture.datasets:
         from trl import get_dataset
 
-        splits = get_dataset(mixture)
+        with _loading("datasets"):
+            splits: Any = get_dataset(mixture)
     elif name is None:
         raise InputError("train: no data: set dataset_name (a .jsonl file or a data set) or --lab")
     elif str(name).endswith((".jsonl", ".json")):
@@ -89,17 +115,20 @@ def load_splits(script: Any, mixture: Any, *, evaluate: bool) -> tuple[Any, Any]
                 "use `datasets:` or a data set with splits"
             )
         return read_prompts(name), None
+    elif (Path(name) / "dataset_dict.json").is_file() or (Path(name) / "state.json").is_file():
+        from datasets import Dataset, load_from_disk
+
+        with _loading(f"dataset_name={name!r}"):
+            splits = load_from_disk(name)
+        if isinstance(splits, Dataset):
+            splits = {script.dataset_train_split: splits}
     else:
         from datasets import load_dataset
 
-        try:
+        with _loading(f"dataset_name={name!r}"):
             splits = load_dataset(
                 name, name=script.dataset_config, streaming=script.dataset_streaming
             )
-        except Exception as error:  # the hub, the cache and the readers each have their own
-            raise InputError(
-                f"train: dataset_name={name!r} cannot be loaded: {' '.join(str(error).split())}"
-            ) from error
     wanted = [script.dataset_train_split] + ([script.dataset_test_split] if evaluate else [])
     for split in wanted:
         if split not in splits:
@@ -116,9 +145,33 @@ def load_splits(script: Any, mixture: Any, *, evaluate: bool) -> tuple[Any, Any]
     return train, splits[script.dataset_test_split] if evaluate else None
 
 
+@contextmanager
+def _loading(what: str) -> Generator[None]:
+    from datasets.utils import logging
+
+    verbosity = logging.get_verbosity()
+    logging.set_verbosity(logging.CRITICAL)  # it would say first what the error then says
+    try:
+        yield
+    except Exception as error:  # the hub, the cache and the readers each have their own
+        causes: list[str] = []
+        link: BaseException | None = error
+        while link is not None and len(causes) < 3:
+            text = " ".join(str(link).split())
+            if text and not any(text in cause for cause in causes):
+                causes.append(text)
+            link = link.__cause__
+        raise InputError(f"train: {what} cannot be loaded: {': '.join(causes)}") from error
+    finally:
+        logging.set_verbosity(verbosity)
+
+
 def load_rewards(script: Any) -> list[Any]:
     """The reward functions that a TRL config names: TRL's own, dotted paths, a reward model."""
     names: list[str] = list(script.reward_funcs or [])
+    here = str(Path.cwd())
+    if here not in sys.path:
+        sys.path.insert(0, here)
     rewards: list[Any] = []
     if script.reward_model_name_or_path:
         rewards.append(script.reward_model_name_or_path)
@@ -149,13 +202,11 @@ def _reward(name: str) -> Callable[..., Any]:
             f"train: unknown reward function {name!r}{nearest(name, builtin)}; known: "
             f"{', '.join(builtin)}, or a dotted path such as my_rewards.accuracy"
         )
-    here = str(Path.cwd())
-    if here not in sys.path:
-        sys.path.insert(0, here)
     try:
         function = getattr(importlib.import_module(module_name), attribute)
-    except (ImportError, AttributeError) as error:
-        raise InputError(f"train: reward function {name!r} cannot be imported: {error}") from error
+    except (Exception, SystemExit) as error:  # the user's module runs while it is imported
+        what = f"{type(error).__name__}: {' '.join(str(error).split())}{_place(error)}"
+        raise InputError(f"train: reward function {name!r} cannot be imported: {what}") from error
     if not callable(function):
         raise InputError(f"train: reward function {name!r} is not callable")
     return function
@@ -179,6 +230,8 @@ def checked_reward(function: Callable[..., Any]) -> Callable[..., Any]:
         out: list[float | None] = []
         for i, value in enumerate(given):
             try:
+                if isinstance(value, (str, bytes)):
+                    raise TypeError
                 number = None if value is None else float(value)
             except (TypeError, ValueError):
                 raise InputError(
@@ -190,7 +243,7 @@ def checked_reward(function: Callable[..., Any]) -> Callable[..., Any]:
         return out
 
     def failed(error: Exception) -> InputError:
-        what = f"{type(error).__name__}: {' '.join(str(error).split())}"
+        what = f"{type(error).__name__}: {' '.join(str(error).split())}{_place(error)}"
         return InputError(f"reward function {name!r} raised {what}")
 
     if inspect.iscoroutinefunction(function):
@@ -205,6 +258,7 @@ def checked_reward(function: Callable[..., Any]) -> Callable[..., Any]:
                 raise failed(error) from error
             return check(values, kwargs["completions"])
 
+        later.__name__ = name
         return later
 
     @functools.wraps(function)
@@ -217,6 +271,13 @@ def checked_reward(function: Callable[..., Any]) -> Callable[..., Any]:
             raise failed(error) from error
         return check(values, kwargs["completions"])
 
-    if not hasattr(now, "__name__"):
-        now.__name__ = name
+    now.__name__ = name  # a partial or an object has none that `wraps` could copy
     return now
+
+
+def _place(error: BaseException) -> str:
+    """Where in the user's code an error was raised."""
+    frames = traceback.extract_tb(error.__traceback__)
+    if not frames or Path(frames[-1].filename) == Path(__file__):
+        return ""
+    return f" ({frames[-1].filename}:{frames[-1].lineno})"

@@ -9,6 +9,7 @@ from typing import Any
 
 from tokencredit.engines.trl.arguments import TrainArguments
 from tokencredit.engines.trl.data import load_rewards, load_splits
+from tokencredit.engines.trl.run_folder import broken_weights
 from tokencredit.errors import InputError
 
 __all__ = ["Job", "configured_job"]
@@ -60,7 +61,8 @@ def configured_job(arguments: TrainArguments) -> Job:
     )
     trust = bool(arguments.training.trust_remote_code)
     _check_model(name, arguments.model.model_revision, trust)
-    _check_tokenizer(name, arguments.model.model_revision, trust)
+    tokenizer = _check_tokenizer(name, arguments.model.model_revision, trust)
+    _check_template(tokenizer, train, name)
     init: dict[str, Any] = {
         "revision": arguments.model.model_revision,
         "trust_remote_code": trust,
@@ -94,6 +96,14 @@ def _check_model(name: str, revision: str | None, trust: bool) -> None:
         config = AutoConfig.from_pretrained(name, revision=revision, trust_remote_code=trust)
     except (OSError, ValueError) as error:
         raise InputError(f"train: model {name!r}: {' '.join(str(error).split())}") from error
+    broken = broken_weights(Path(name)) if looks_local else None
+    if broken is not None:
+        raise InputError(f"train: {broken} is cut off or damaged; copy the model again")
+    if getattr(config, "is_encoder_decoder", False):
+        raise InputError(
+            f"train: model {name!r} is a {config.model_type!r}, an encoder with a decoder, no "
+            "causal language model"
+        )
     known = type(config) in AutoModelForCausalLM._model_mapping
     remote = trust and "AutoModelForCausalLM" in (getattr(config, "auto_map", None) or {})
     architectures = getattr(config, "architectures", None) or []
@@ -112,9 +122,9 @@ def _check_model(name: str, revision: str | None, trust: bool) -> None:
         )
 
 
-def _check_tokenizer(name: str, revision: str | None, trust: bool) -> None:
+def _check_tokenizer(name: str, revision: str | None, trust: bool) -> Any:
     if list(Path(name).glob("*.gguf")):
-        return
+        return None
     from transformers import AutoTokenizer
 
     try:
@@ -132,4 +142,20 @@ def _check_tokenizer(name: str, revision: str | None, trust: bool) -> None:
         raise InputError(
             f"train: the tokenizer of {name!r} has no pad token; set pad_token in its "
             "tokenizer_config.json (the end token will do)"
+        )
+    return tokenizer
+
+
+def _check_template(tokenizer: Any, train: Any, name: str) -> None:
+    first = next(iter(train), None)
+    if first is None:
+        raise InputError("train: the training split is empty")
+    if (
+        isinstance(first["prompt"], list)
+        and tokenizer is not None
+        and tokenizer.chat_template is None
+    ):
+        raise InputError(
+            f"train: the prompts are messages, and the tokenizer of {name!r} has no chat template; "
+            "give it one (chat_template.jinja in its folder), or write the prompts as text"
         )

@@ -20,6 +20,7 @@ from torch import Tensor
 from tokencredit.credit import Credit, assign
 from tokencredit.engines.trl.event import CreditEvent
 from tokencredit.engines.trl.guards import apply_requirements, check_trainer, check_versions
+from tokencredit.engines.trl.work import WORK_SIGNALS, WorkSignals
 from tokencredit.errors import InputError, MissingSignalError, nearest
 from tokencredit.methods.registry import resolve
 from tokencredit.methods.rule import Rule
@@ -70,6 +71,14 @@ class TokenCreditMixin(_Base):
             function, each returns one list of numbers a response, one number a token. The
             trainer itself fills in ``entropy`` and ``logprob``.
         on_credit: called with a `CreditEvent` after each assignment, on the main process.
+        reward_model: for DATC: the frozen reward model that is differentiated. A transformers
+            sequence classifier, its folder or name, a `RewardModel` or `GoldAnswer` (with options
+            of its own), or ``"from_rewards"``: the one among the reward functions, whose forward
+            pass is then shared.
+        reward_tokenizer: the reward model's tokenizer, to render messages in its own chat
+            template; without one it reads the policy's tokens as they are.
+        path_points: for DATC: average the reward gradient at so many points (`alignment_signals`).
+        reward_micro_batch: responses at a time in the reward model; default: TRL's batch size.
         **kwargs: as for GRPOTrainer.
 
     Raises:
@@ -88,6 +97,10 @@ class TokenCreditMixin(_Base):
         entropy_source: EntropySource = "auto",
         signals: Mapping[str, Callable[..., Sequence[Sequence[float]]]] | None = None,
         on_credit: Sequence[Callable[[CreditEvent], None]] = (),
+        reward_model: Any = None,
+        reward_tokenizer: Any = None,
+        path_points: int = 1,
+        reward_micro_batch: int | None = None,
         **kwargs: Any,
     ) -> None:
         check_versions()
@@ -110,11 +123,19 @@ class TokenCreditMixin(_Base):
         self._replay: tuple[Any, ...] | None = None
         self._loss_checked = False
         self._source_logged: str | None = None
+        self._generated_prompts: Any = None
+        self._work: WorkSignals | None = None
         super().__init__(*args, **kwargs)
         if self.credit_rule is None:
             return
         for name in self.credit_rule.needs:
-            if name not in POLICY_SIGNALS and name not in self._signal_funcs:
+            if name in WORK_SIGNALS and name not in self._signal_funcs:
+                if reward_model is None:
+                    raise MissingSignalError(
+                        f"{self.credit_rule.name}: needs the signal {name!r}, formed from a frozen "
+                        "reward model: give the trainer one by reward_model=..."
+                    )
+            elif name not in POLICY_SIGNALS and name not in self._signal_funcs:
                 raise MissingSignalError(
                     f"{self.credit_rule.name}: needs the signal {name!r}; give the trainer a "
                     f"function for it: signals={{{name!r}: ...}}"
@@ -124,6 +145,15 @@ class TokenCreditMixin(_Base):
                 logger.info("tokencredit: %s", line)
         self.importance_sampling_level = self.args.importance_sampling_level
         self._success_column = self._find_success(success_from)
+        if set(self.credit_rule.needs) & set(WORK_SIGNALS) - set(self._signal_funcs):
+            self._work = WorkSignals.of(
+                reward_model,
+                trainer=self,
+                needs=self.credit_rule.needs,
+                reward_tokenizer=reward_tokenizer,
+                path_points=path_points,
+                micro_batch=reward_micro_batch,
+            )
 
     def _find_success(self, name: str | None) -> int | None:
         names = list(self.reward_func_names)
@@ -164,7 +194,7 @@ class TokenCreditMixin(_Base):
     def _calculate_rewards(
         self, inputs: Any, prompts: Any, completions: Any, completion_ids_list: Any
     ) -> Tensor:
-        rewards = super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)
+        rewards = self._rewards_with_work(inputs, prompts, completions, completion_ids_list)
         if self.credit_rule is not None:
             if bool(rewards.isnan().all()):
                 raise InputError(
@@ -179,6 +209,34 @@ class TokenCreditMixin(_Base):
                 "rewards": rewards,
             }
         return rewards
+
+    def _generate(self, prompts: Any) -> Any:
+        generated = super()._generate(prompts)
+        self._generated_prompts = generated[0]
+        return generated
+
+    def _rewards_with_work(
+        self, inputs: Any, prompts: Any, completions: Any, completion_ids: Any
+    ) -> Tensor:
+        """TRL's rewards; a reward model that is differentiated anyway is not run twice."""
+        if self._work is None:
+            return super()._calculate_rewards(inputs, prompts, completions, completion_ids)
+        formed = self._work.form(
+            self.accelerator.unwrap_model(self.model),
+            prompts,
+            [list(map(int, ids)) for ids in self._generated_prompts],
+            [list(map(int, ids)) for ids in completion_ids],
+            self.accelerator.device,
+        )
+        column = self._work.column
+        if column is None:
+            return super()._calculate_rewards(inputs, prompts, completions, completion_ids)
+        model, scores = self.reward_funcs[column], formed.score.tolist()
+        self.reward_funcs[column] = lambda **_: scores
+        try:
+            return super()._calculate_rewards(inputs, prompts, completions, completion_ids)
+        finally:
+            self.reward_funcs[column] = model
 
     def _generate_and_score_completions(self, inputs: Any) -> dict[str, Any]:
         if self.credit_rule is None:
@@ -209,8 +267,7 @@ class TokenCreditMixin(_Base):
         if "tool_mask" in output:
             mask = mask & output["tool_mask"].bool()
         last = output["completion_ids"].gather(1, (length - 1).clamp(min=0).unsqueeze(1))
-        ends = torch.tensor([*self.eos_token_ids, self._tokenizer.pad_token_id], device=last.device)
-        truncated = ~torch.isin(last.squeeze(1), ends)
+        truncated = ~torch.isin(last.squeeze(1), self._ends())
 
         local, source = self._local_signals(output, scored)
         rewards = scored["rewards"]
@@ -249,6 +306,11 @@ class TokenCreditMixin(_Base):
         output["advantages"] = credit.advantage[rows, :t].contiguous()
         self._exclude(output, (~rollouts.keep | (rollouts.real & ~credit.in_loss))[rows])
         return output
+
+    def _ends(self) -> Tensor:
+        """Ids that end a response."""
+        ids = [*self.eos_token_ids, self._tokenizer.pad_token_id]
+        return torch.tensor(ids, device=self.accelerator.device)
 
     def _exclude(self, output: dict[str, Any], rows: Tensor) -> None:
         """Take whole responses out of the loss and its denominator, the way TRL does."""
@@ -291,6 +353,8 @@ class TokenCreditMixin(_Base):
             if source != self._source_logged and self.accelerator.is_main_process:
                 logger.info("tokencredit: token entropies from %s", source)
                 self._source_logged = source
+        if self._work is not None:
+            signals.update(self._work.take(output["completion_ids"], self._ends()))
         for name, function in self._signal_funcs.items():
             signals[name] = self._ask_signal(name, function, scored, output)
         return signals, source

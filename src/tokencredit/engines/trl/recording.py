@@ -46,13 +46,23 @@ class RolloutRecorder:
         self.tokenizer = tokenizer
         self.every = every
         self.meta = dict(meta or {})
-        self._last = -every
+        self._window: int | None = None
+        self._step, self._batch = -1, 0
 
     def __call__(self, event: CreditEvent) -> None:
         """Write one batch, if it is due."""
-        if event.mode != "train" or event.step - self._last < self.every:
+        if event.mode != "train":
             return
-        self._last = event.step - event.step % self.every
+        again = event.step == self._step
+        if not again:
+            window = event.step // self.every
+            if self._window is None and event.step % self.every:
+                self._window = window  # resumed inside a window: its step was recorded before
+            if window == self._window:
+                return
+            self._window, self._step, self._batch = window, event.step, 0
+        else:
+            self._batch += 1  # a step of several generation batches
         append_records(self.path, self._records(event))
 
     def _records(self, event: CreditEvent) -> list[Record]:
@@ -64,12 +74,13 @@ class RolloutRecorder:
         keep: Any = rollouts.keep.tolist()
         truncated = event.truncated.tolist()
         group = rollouts.group.tolist()
+        more = f"{self._batch}." if self._batch else ""
         meta = self.meta | {"tokencredit": tokencredit.__version__}
         if event.entropy_source is not None:
             meta["entropy_source"] = event.entropy_source
         plain = [
             Record(
-                group=f"{event.step}.{group[i]}",
+                group=f"{event.step}.{more}{group[i]}",
                 step=event.step,
                 prompt=event.prompts[i],
                 prompt_token_ids=event.prompt_ids[i],

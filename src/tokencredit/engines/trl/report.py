@@ -22,6 +22,16 @@ CREDIT_METRICS = (
 )
 
 
+FILES = (
+    ("config.yaml", "`config.yaml` reproduces the run: `tokencredit train --config config.yaml`"),
+    ("metrics.jsonl", "`metrics.jsonl`: everything that was logged, one line a log"),
+    ("rollouts.jsonl", "`rollouts.jsonl`: recorded responses with their credit"),
+    ("model*.safetensors", "`model.safetensors` and the tokenizer: the trained policy"),
+    ("adapter_model.safetensors", "`adapter_model.safetensors`: the trained adapter (LoRA)"),
+    ("checkpoint-*", "`checkpoint-*`: for --resume"),
+)
+
+
 def write_report(folder: RunFolder, *, title: str, facts: Mapping[str, Any]) -> Path:
     """Write ``report.md`` and the learning curve as SVG and PNG beside it.
 
@@ -59,12 +69,7 @@ def write_report(folder: RunFolder, *, title: str, facts: Mapping[str, Any]) -> 
         lines += ["", "## Credit", "", "| | first steps | last steps |", "|---|---|---|"]
         lines += [f"| {name} | {first:.4g} | {last:.4g} |" for name, first, last in rows]
     lines += ["", "## Files", ""]
-    lines += [
-        "- `config.yaml` reproduces the run: `tokencredit train --config config.yaml`",
-        "- `metrics.jsonl`: everything that was logged, one line a log",
-        "- `rollouts.jsonl`: recorded responses with their credit",
-        "- `model.safetensors` and the tokenizer: the trained policy; `checkpoint-*`: for --resume",
-    ]
+    lines += [f"- {line}" for pattern, line in FILES if any(folder.path.glob(pattern))]
     lines += ["", "## Versions", "", ", ".join(f"{k} {v}" for k, v in versions().items()), ""]
     write_aside(folder.report, "\n".join(lines))
     return folder.report

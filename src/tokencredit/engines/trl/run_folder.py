@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
+import zipfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -13,7 +15,7 @@ import yaml
 from tokencredit.errors import InputError
 from tokencredit.records import truncate_after_step
 
-__all__ = ["RunFolder", "next_folder"]
+__all__ = ["RunFolder", "broken_weights", "next_folder", "numbered_folders"]
 
 PARTS = ("config.yaml", "metrics.jsonl", "rollouts.jsonl")
 
@@ -35,6 +37,7 @@ class RunFolder:
         self.evaluation = self.path / "evaluation.json"
         self.report = self.path / "report.md"
         self.error = self.path / "error.log"
+        self._made: list[Path] = []
 
     def holds_a_run(self) -> bool:
         """Whether anything of a run is there."""
@@ -50,7 +53,10 @@ class RunFolder:
                 "another folder by --output_dir"
             )
         try:
-            self.path.mkdir(parents=True, exist_ok=True)
+            for folder in reversed([self.path, *self.path.parents]):
+                if not folder.exists():
+                    folder.mkdir(exist_ok=True)
+                    self._made.append(folder)
             probe = self.path / f".probe-{os.getpid()}"
             probe.touch()
             probe.unlink()
@@ -59,22 +65,61 @@ class RunFolder:
                 f"output_dir {self.path} cannot be written: {error.strerror}"
             ) from error
 
+    def open_next(self) -> None:
+        """Make the folder for a new run; take the next number if another run was quicker."""
+        stem = self.path.name.rpartition("-")[0]
+        while True:
+            try:
+                self.path.parent.mkdir(parents=True, exist_ok=True)
+                self.path.mkdir()
+            except FileExistsError:
+                self.__init__(next_folder(self.path.parent, stem))
+                continue
+            except OSError as error:
+                raise InputError(f"{self.path} cannot be made: {error.strerror}") from error
+            self._made = [self.path.parent, self.path]
+            return
+
+    def discard(self) -> None:
+        """Undo `open_new` for a run that ended before it had anything to go on from."""
+        if not self._made and not self.path.is_dir():
+            return
+        if self.metrics.exists() or self.checkpoints():
+            return
+        for path in (self.config, self.evaluation, self.rollouts, self.error):
+            path.unlink(missing_ok=True)
+        self.remove_broken_checkpoints()
+        for folder in reversed(self._made):
+            try:
+                folder.rmdir()
+            except OSError:
+                return  # something else is in it
+
+    def remove_broken_checkpoints(self) -> None:
+        """Remove what a killed run or a full disk left of a checkpoint."""
+        complete = {folder for _, folder in self.checkpoints()}
+        for folder in self.path.glob("checkpoint-*"):
+            if folder.name.removeprefix("checkpoint-").isdigit() and folder not in complete:
+                shutil.rmtree(folder, ignore_errors=True)
+
     def checkpoints(self) -> list[tuple[int, Path]]:
-        """Complete checkpoints by step. The trainer's state is the last file that is written."""
+        """Complete checkpoints by step."""
         found: list[tuple[int, Path]] = []
         for folder in self.path.glob("checkpoint-*"):
             number = folder.name.removeprefix("checkpoint-")
             if not number.isdigit():
                 continue
-            try:
-                json.loads((folder / "trainer_state.json").read_text(encoding="utf-8"))
-            except (OSError, ValueError):
+            if not _is_complete(folder):
                 continue
             found.append((int(number), folder))
         return sorted(found)
 
     def rewind(self) -> Path | None:
         """The last complete checkpoint, with everything later cut from metrics and rollouts."""
+        self.remove_broken_checkpoints()
+        for pattern in (".*.tmp", ".*.tmp.*"):
+            for path in self.path.glob(pattern):  # killed while writing aside
+                path.unlink()
         checkpoints = self.checkpoints()
         step, folder = checkpoints[-1] if checkpoints else (0, None)
         # Rollouts are stamped with the steps done when they were sampled, metrics with the steps
@@ -113,6 +158,39 @@ class RunFolder:
         write_aside(self.evaluation, json.dumps(dict(values), indent=2) + "\n")
 
 
+def broken_weights(folder: Path) -> Path | None:
+    """The first safetensors file of a folder that is cut off, or None."""
+    for path in sorted(folder.glob("*.safetensors")):
+        try:
+            size = path.stat().st_size
+            with path.open("rb") as file:
+                length = int.from_bytes(file.read(8), "little")
+                if length > size:
+                    return path
+                header: dict[str, Any] = json.loads(file.read(length))
+            ends = [v["data_offsets"][1] for k, v in header.items() if k != "__metadata__"]
+        except (OSError, ValueError, KeyError, TypeError, AttributeError):
+            return path
+        if 8 + length + max(ends, default=0) != size:
+            return path
+    return None
+
+
+def _is_complete(checkpoint: Path) -> bool:
+    # The trainer's state is the last file that is written, but a machine that loses power may
+    # keep it and lose others.
+    try:
+        json.loads((checkpoint / "trainer_state.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return False
+    archives = [*checkpoint.glob("*.pt"), *checkpoint.glob("*.pth")]
+    if broken_weights(checkpoint) or not all(zipfile.is_zipfile(path) for path in archives):
+        return False
+    # Sharded engines keep their weights in folders.
+    weights = ("*.safetensors", "pytorch_model*", "adapter_model*", "global_step*")
+    return any(any(checkpoint.glob(pattern)) for pattern in weights)
+
+
 def write_aside(path: Path, text: str) -> None:
     """Write a text file so that it is there whole or not at all."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
@@ -129,9 +207,14 @@ def write_aside(path: Path, text: str) -> None:
 
 def next_folder(parent: str | os.PathLike[str], stem: str) -> Path:
     """``parent/stem-001``, or the first free number after it."""
-    taken = [
-        int(tail)
-        for folder in Path(parent).glob(f"{stem}-*")
-        if (tail := folder.name.removeprefix(f"{stem}-")).isdigit()
-    ]
-    return Path(parent) / f"{stem}-{max(taken, default=0) + 1:03d}"
+    return Path(parent) / f"{stem}-{max(numbered_folders(parent, stem), default=0) + 1:03d}"
+
+
+def numbered_folders(parent: str | os.PathLike[str], stem: str) -> dict[int, Path]:
+    """The folders ``parent/stem-NUMBER`` by their number."""
+    return {
+        int(tail): folder
+        for folder in Path(parent).glob("*")
+        if folder.name.startswith(f"{stem}-")
+        and (tail := folder.name.removeprefix(f"{stem}-")).isdigit()
+    }

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
+import errno
+import importlib
 import logging
 import os
 import shutil
@@ -13,18 +16,23 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import datasets
 import torch
 import transformers
 
 from tokencredit.engines.trl.arguments import (
+    SECRETS,
     TrainArguments,
+    config_path,
+    lab_name,
     parse_train_arguments,
+    plain,
     read_yaml,
 )
 from tokencredit.engines.trl.guards import apply_requirements, recommended_config
 from tokencredit.engines.trl.jobs import Job, configured_job
-from tokencredit.engines.trl.run_folder import RunFolder, next_folder
-from tokencredit.errors import InputError, TokenCreditError
+from tokencredit.engines.trl.run_folder import RunFolder, next_folder, numbered_folders
+from tokencredit.errors import InputError, MissingExtraError, TokenCreditError
 from tokencredit.methods.rule import Rule
 
 __all__ = ["RunFaultError", "train"]
@@ -37,6 +45,8 @@ MAY_CHANGE = {
     "logging_steps",
     "report_to",
     "output_dir",
+    "record_every",
+    "env",
 }
 """What a resumed run may set otherwise than the run it goes on with."""
 HERE_ONLY = {"credit", "use_cpu", "dataloader_pin_memory", "bf16", "gradient_checkpointing"}
@@ -59,21 +69,53 @@ def train(argv: Sequence[str]) -> RunFolder:
     main = _is_main()
     try:
         _run(arguments, folder)
-    except (InputError, KeyboardInterrupt):
-        raise
-    except Exception as error:
-        if folder.path.is_dir() and shutil.disk_usage(folder.path).free < ALMOST_FULL:
-            raise InputError(
-                f"{folder.path}: the disk is full; free some space and go on with "
-                f"--resume --output_dir {folder.path}"
-            ) from error
+    except (InputError, MissingExtraError):
         if main:
-            try:
-                folder.error.write_text(traceback.format_exc(), encoding="utf-8")
-            except OSError:
-                traceback.print_exc()
+            folder.discard()
+        raise
+    except KeyboardInterrupt:
+        # Of several processes, those that a launcher stops because one of them failed.
+        if not folder.config.exists() or int(os.environ.get("WORLD_SIZE", "1")) > 1:
+            if main:
+                folder.discard()
+            if not folder.config.exists():
+                raise
+        hint = f"--resume --output_dir {folder.path}"
+        raise KeyboardInterrupt(f"interrupted; go on with {hint}") from None
+    except BrokenPipeError:
+        raise  # whoever read our output left
+    except Exception as error:
+        if _disk_is_full(error, folder.path):
+            if main:
+                folder.remove_broken_checkpoints()
+                folder.discard()
+            raise InputError(
+                f"{folder.path}: the disk is full; free some space and "
+                + (
+                    f"go on with --resume --output_dir {folder.path}"
+                    if folder.holds_a_run()
+                    else "run it again"
+                )
+            ) from error
+        if _another_rank_failed(error):
+            if main:
+                folder.discard()
+            raise InputError(
+                "stopped, as another process of this run ended; what it said tells why"
+            ) from error
+        if str(error).startswith("Unknown loss type"):  # TRL looks at it in its first step only
+            if main:
+                folder.discard()
+            raise InputError(f"train: {error}; see `loss_type` in --help") from error
+        log = folder.error if main else folder.path / f"error-rank{_rank()}.log"
+        try:
+            log.write_text(traceback.format_exc(), encoding="utf-8")
+            where = f"traceback in {log}"
+        except OSError:
+            traceback.print_exc()
+            where = f"its traceback could not be written to {log}"
         raise RunFaultError(
-            f"{type(error).__name__}: {' '.join(str(error).split())} (traceback in {folder.error})"
+            f"{type(error).__name__}: {' '.join(str(error).split())} ({where})"
         ) from error
     finally:
         if torch.distributed.is_available() and torch.distributed.is_initialized():
@@ -81,8 +123,35 @@ def train(argv: Sequence[str]) -> RunFolder:
     return folder
 
 
+def _rank() -> int:
+    return int(os.environ.get("RANK", "0"))
+
+
 def _is_main() -> bool:
-    return int(os.environ.get("RANK", "0")) == 0
+    return _rank() == 0
+
+
+def _another_rank_failed(error: Exception) -> bool:
+    if int(os.environ.get("WORLD_SIZE", "1")) == 1 or not isinstance(error, RuntimeError):
+        return False
+    gone = ("Connection closed by peer", "Connection reset by peer", "Broken pipe")
+    return any(words in str(error) for words in gone)
+
+
+def _disk_is_full(error: BaseException, folder: Path) -> bool:
+    """Whether that is what an error comes from: libraries wrap the system's own in theirs."""
+    link: BaseException | None = error
+    while link is not None:
+        text = str(link)
+        if isinstance(link, OSError) and link.errno in (errno.ENOSPC, errno.EDQUOT):
+            return True
+        if "No space left" in text or "quota exceeded" in text:
+            return True
+        # torch.save says only that a write fell short.
+        if "PytorchStreamWriter" in text or "unexpected pos" in text:
+            return folder.is_dir() and shutil.disk_usage(folder).free < ALMOST_FULL
+        link = link.__cause__ or link.__context__
+    return False
 
 
 def _say(text: str) -> None:
@@ -100,7 +169,8 @@ def _prepare(argv: list[str]) -> tuple[TrainArguments, RunFolder]:
     if name is not None:
         from tokencredit import lab
         from tokencredit.engines.trl.embedded import lab_defaults
-        from tokencredit.lab import credits as _credits  # noqa: F401 - registers them
+
+        importlib.import_module("tokencredit.lab.credits")  # registers them
 
         os.environ.setdefault("HF_HUB_OFFLINE", "1")
         defaults = lab_defaults(lab.setting(name))
@@ -112,15 +182,17 @@ def _prepare(argv: list[str]) -> tuple[TrainArguments, RunFolder]:
         if arguments.resume:
             if not folder.holds_a_run():
                 raise InputError(f"--resume: output_dir {folder.path} holds no run")
-            _check_same_run(arguments, folder)
-        else:
+        elif "output_dir" in arguments.explicit:
             folder.open_new()
+        else:
+            folder.open_next()
+            arguments.training.output_dir = str(folder.path)
     return arguments, folder
 
 
 def _resumed_config(argv: list[str]) -> list[str]:
     """``--resume --output_dir X`` alone goes on with X's own configuration."""
-    if "--resume" not in argv or "--config" in argv or "--lab" in argv:
+    if "--resume" not in argv or config_path(argv) is not None or _lab_of(argv) is not None:
         return argv
     folder = _flag(argv, "--output_dir")
     if folder is None:
@@ -144,13 +216,12 @@ def _lab_of(argv: list[str]) -> str | None:
     """The lab's setting, by flag or YAML: its defaults must be known before the parsing."""
     if "--lab" in argv:
         after = argv[argv.index("--lab") + 1 :]
-        return after[0] if after and not after[0].startswith("-") else "chain-qwen3"
+        return lab_name(after[0] if after and not after[0].startswith("-") else True)
     flag = _flag(argv, "--lab")
     if flag is not None:
         return flag
-    path = _flag(argv, "--config")
-    value = read_yaml(path).get("lab") if path is not None else None
-    return None if value is None else ("chain-qwen3" if value is True else str(value))
+    path = config_path(argv)
+    return None if path is None else lab_name(read_yaml(path).get("lab"))
 
 
 def _folder_of(arguments: TrainArguments) -> RunFolder:
@@ -163,10 +234,10 @@ def _folder_of(arguments: TrainArguments) -> RunFolder:
     stem = f"{what}-{arguments.rule.name if arguments.rule else 'plain'}"
     if not arguments.resume:
         return RunFolder(next_folder("runs", stem))
-    runs = sorted(Path("runs").glob(f"{stem}-*"))
+    runs = numbered_folders("runs", stem)
     if not runs:
         raise InputError(f"--resume: no run runs/{stem}-* here; name it by --output_dir")
-    return RunFolder(runs[-1])
+    return RunFolder(runs[max(runs)])
 
 
 def _config_of(arguments: TrainArguments, applied: dict[str, Any]) -> dict[str, Any]:
@@ -184,20 +255,26 @@ def _config_of(arguments: TrainArguments, applied: dict[str, Any]) -> dict[str, 
     fields["entropy_source"] = arguments.entropy_source
     fields["record_every"] = arguments.record_every
     fields.update({k: v for k, v in arguments.defaults.items() if k not in HERE_ONLY})
-    fields.update({k: v for k, v in arguments.explicit.items() if k != "output_dir"})
+    left_out = {"output_dir", "resume_from_checkpoint", *SECRETS}
+    fields.update({k: v for k, v in arguments.explicit.items() if k not in left_out})
     fields.update(applied)
     fields.setdefault("seed", arguments.training.seed)
+    if arguments.environment:
+        fields["env"] = arguments.environment
     return fields
 
 
-def _check_same_run(arguments: TrainArguments, folder: RunFolder) -> None:
-    if not folder.config.exists():
-        return
-    saved, now = read_yaml(folder.config), _config_of(arguments, {})
-    for key in sorted(set(saved) & set(now) - MAY_CHANGE):
-        if saved[key] != now[key]:
+def _check_same_run(arguments: TrainArguments, folder: RunFolder, applied: dict[str, Any]) -> None:
+    saved, now = read_yaml(folder.config), _config_of(arguments, applied)
+    usual = {"lab": None, "success_from": None, "credit": None, "eval_prompts": None}
+    for group in (arguments.script, arguments.training, arguments.model, arguments.dataset):
+        usual |= {f.name: plain(f.default) for f in dataclasses.fields(group)}
+    for key in sorted((set(saved) | set(now)) - MAY_CHANGE):
+        was = saved[key] if key in saved else usual.get(key)
+        value = now[key] if key in now else usual.get(key)
+        if was != value and key not in HERE_ONLY - {"credit"}:
             raise InputError(
-                f"--resume: {key} was {saved[key]!r} in {folder.config} and is {now[key]!r} now; "
+                f"--resume: {key} was {was!r} in {folder.config} and is {value!r} now; "
                 "leave it as it was, or start another run"
             )
 
@@ -226,20 +303,21 @@ def _run(arguments: TrainArguments, folder: RunFolder) -> None:
     from tokencredit.engines.trl.recording import RolloutRecorder
     from tokencredit.engines.trl.report import write_report
     from tokencredit.engines.trl.trainer import CreditGRPOTrainer
-    from tokencredit.engines.trl.watching import MetricsFile, Progress
+    from tokencredit.engines.trl.watching import (
+        AlreadyDoneError,
+        MetricsFile,
+        NothingLeft,
+        Progress,
+    )
 
     rule, training, main = arguments.rule, arguments.training, _is_main()
     what = arguments.lab or arguments.model.model_name_or_path
     _say(f"tokencredit train: {what}, credit {rule.name if rule else 'none (plain GRPO)'}")
     _say(f"  run folder {folder.path}")
     applied = _apply_recipe(arguments)
+    if arguments.resume and main and folder.config.exists():
+        _check_same_run(arguments, folder, applied)
     job = _job(arguments)
-    checkpoint = folder.rewind() if arguments.resume and main else None
-    if arguments.resume and not main:
-        complete = folder.checkpoints()
-        checkpoint = complete[-1][1] if complete else None
-    if main and not (arguments.resume and folder.config.exists()):
-        folder.save_config(_config_of(arguments, applied))
     training.disable_tqdm = True
     try:
         trainer = CreditGRPOTrainer(
@@ -256,10 +334,15 @@ def _run(arguments: TrainArguments, folder: RunFolder) -> None:
             entropy_source=arguments.entropy_source,
             signals=job.signals,
         )
+    except TokenCreditError:
+        raise
     except (ValueError, OSError, ImportError, NotImplementedError) as error:
-        if isinstance(error, TokenCreditError):
+        if _disk_is_full(error, folder.path):
             raise
         raise InputError(f"train: {' '.join(str(error).split())}") from error
+    checkpoint = _going_on_from(arguments, folder)
+    if main:
+        folder.save_config(_config_of(arguments, applied))
     _own_output(trainer)
     trainer.add_callback(Progress())
     trainer.add_callback(MetricsFile(folder.metrics))
@@ -271,9 +354,13 @@ def _run(arguments: TrainArguments, folder: RunFolder) -> None:
         )
     _measure(trainer, job, folder, arguments, "before")
     if checkpoint is not None:
-        _say(f"  going on from {checkpoint.name}")
+        _say(f"  going on from {Path(checkpoint).name}")
     start = time.monotonic()
-    trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
+    trainer.add_callback(NothingLeft())
+    try:
+        trainer.train(resume_from_checkpoint=checkpoint)
+    except AlreadyDoneError:
+        _say(f"  all {trainer.state.max_steps} steps are done")
     seconds = time.monotonic() - start
     trainer.save_model(str(folder.path))
     _measure(trainer, job, folder, arguments, "after")
@@ -283,13 +370,28 @@ def _run(arguments: TrainArguments, folder: RunFolder) -> None:
             "credit": "none (plain GRPO)" if rule is None else _in_words(rule),
             "steps": trainer.state.global_step,
             "training time": f"{seconds:.0f} s"
-            + ("" if checkpoint is None else f" since {checkpoint.name}"),
+            + ("" if checkpoint is None else f" since {Path(checkpoint).name}"),
         }
         path = write_report(folder, title=f"tokencredit run {folder.path.name}", facts=facts)
         _summary(folder, path, seconds)
     if training.push_to_hub:
         trainer.push_to_hub(dataset_name=arguments.script.dataset_name)
+    # The main process has measured and reported alone: nobody leaves before it.
+    trainer.accelerator.wait_for_everyone()
     trainer.accelerator.end_training()
+    if main:
+        folder.error.unlink(missing_ok=True)
+
+
+def _going_on_from(arguments: TrainArguments, folder: RunFolder) -> str | None:
+    if not arguments.resume:
+        return arguments.training.resume_from_checkpoint
+    if _is_main():
+        last = folder.rewind()
+    else:
+        complete = folder.checkpoints()
+        last = complete[-1][1] if complete else None
+    return None if last is None else str(last)
 
 
 def _job(arguments: TrainArguments) -> Job:
@@ -307,16 +409,21 @@ def _job(arguments: TrainArguments) -> Job:
     return lab_job(setting, arguments.training, arguments.rule, on_progress=on_progress)
 
 
+class _Printed(logging.Handler):
+    def emit(self, record: logging.LogRecord) -> None:
+        print(f"  {record.getMessage()}", flush=True)
+
+
 def _quiet() -> None:
     """Our own lines say what matters; libraries keep their warnings, but for deprecations."""
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"transformers|trl")
     transformers.utils.logging.disable_progress_bar()
+    if not sys.stderr.isatty():
+        datasets.disable_progress_bars()
     logging.getLogger("httpx").setLevel(logging.WARNING)
     logging.getLogger("tokencredit").setLevel(logging.INFO if _is_main() else logging.WARNING)
     if not logging.getLogger("tokencredit").handlers:
-        handler = logging.StreamHandler(sys.stdout)
-        handler.setFormatter(logging.Formatter("  %(message)s"))
-        logging.getLogger("tokencredit").addHandler(handler)
+        logging.getLogger("tokencredit").addHandler(_Printed())
         logging.getLogger("tokencredit").propagate = False
 
 

@@ -1,0 +1,228 @@
+"""The signals of DATC inside TRL: a frozen reward model's gradient against the policy's update."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Collection
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tokencredit.errors import InputError
+from tokencredit.signals.alignment import (
+    EXTRA,
+    Alignment,
+    RewardInput,
+    alignment_signals,
+    chat_input,
+    plain_input,
+    text_input,
+)
+from tokencredit.signals.policy import check_policy_head
+from tokencredit.signals.reward_gradient import (
+    GoldAnswer,
+    RewardModel,
+    RewardSource,
+    check_same_tokenizer,
+)
+from tokencredit.signals.statistics import STATISTICS
+
+__all__ = ["FROM_REWARDS", "WORK_SIGNALS", "WorkSignals"]
+
+logger = logging.getLogger("tokencredit")
+
+FROM_REWARDS = "from_rewards"
+"""As ``reward_model``: the reward model that is among the trainer's reward functions."""
+WORK_SIGNALS = tuple(name for name in (*STATISTICS, *EXTRA) if name not in ("logprob", "entropy"))
+"""Signals that need the reward model (or, some of them, only the policy's statistics)."""
+
+
+class WorkSignals:
+    """Forms the signals of a generation batch on this rank, before rewards are asked for.
+
+    Args:
+        source: what is differentiated.
+        needs: names of the signals that the rule reads.
+        policy_tokenizer: the trainer's tokenizer.
+        reward_tokenizer: the reward model's; None = it reads the policy's own tokens.
+        column: index of the reward function whose scores these are, to share the forward pass.
+        path_points: see `alignment_signals`.
+        micro_batch: rows at a time.
+        temperature: of sampling.
+    """
+
+    def __init__(
+        self,
+        source: RewardSource,
+        *,
+        needs: Collection[str],
+        policy_tokenizer: Any,
+        reward_tokenizer: Any = None,
+        column: int | None = None,
+        path_points: int = 1,
+        micro_batch: int = 8,
+        temperature: float = 1.0,
+    ) -> None:
+        if reward_tokenizer is not None:
+            check_same_tokenizer(policy_tokenizer, reward_tokenizer)
+        self.source = source
+        self.want = tuple(dict.fromkeys([*(n for n in needs if n in WORK_SIGNALS), "logprob"]))
+        self.tokenizer = policy_tokenizer
+        self.reward_tokenizer = reward_tokenizer
+        self.column = column
+        self.path_points = path_points
+        self.micro_batch = micro_batch
+        self.temperature = temperature
+        self.last: Alignment | None = None
+        self._verified = False
+        self._structural: dict[int, bool] = {}
+
+    @staticmethod
+    def of(
+        reward_model: Any,
+        *,
+        trainer: Any,
+        needs: Collection[str],
+        reward_tokenizer: Any,
+        path_points: int,
+        micro_batch: int | None,
+    ) -> WorkSignals:
+        """From what the user gave as ``reward_model``.
+
+        Raises:
+            InputError: no reward model among the reward functions, several, or one that cannot
+                be differentiated.
+        """
+        column = None
+        if isinstance(reward_model, str) and reward_model == FROM_REWARDS:
+            models = [i for i, f in enumerate(trainer.reward_funcs) if isinstance(f, nn.Module)]
+            if len(models) != 1:
+                raise InputError(
+                    f"reward_model={FROM_REWARDS!r}: {len(models)} of the reward functions are "
+                    "reward models; exactly one is needed"
+                )
+            column = models[0]
+            reward_model = trainer.reward_funcs[column]
+            reward_tokenizer = trainer.reward_processing_classes[column]
+        elif isinstance(reward_model, str):
+            from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+            try:
+                name, dtype = reward_model, "auto"
+                reward_model = AutoModelForSequenceClassification.from_pretrained(name, dtype=dtype)
+                if reward_tokenizer is None:
+                    reward_tokenizer = AutoTokenizer.from_pretrained(name)
+            except (OSError, ValueError) as error:
+                raise InputError(
+                    f"reward_model={reward_model!r}: {' '.join(str(error).split())}"
+                ) from error
+        if isinstance(reward_model, nn.Module):
+            reward_model = RewardModel(reward_model)
+        if isinstance(reward_model, RewardModel):
+            reward_model.model.to(trainer.accelerator.device)
+        args = trainer.args
+        if args.top_p < 1.0 or (args.top_k or 0) > 0 or (args.min_p or 0.0) > 0:
+            logger.warning(
+                "tokencredit: sampling is truncated (top_p, top_k or min_p); the statistics are "
+                "those of the untruncated softmax"
+            )
+        return WorkSignals(
+            reward_model,
+            needs=needs,
+            policy_tokenizer=trainer._tokenizer,
+            reward_tokenizer=reward_tokenizer,
+            column=column,
+            path_points=path_points,
+            micro_batch=micro_batch or args.per_device_train_batch_size,
+            temperature=trainer.temperature,
+        )
+
+    def form(
+        self,
+        policy: Any,
+        prompts: list[Any],
+        prompt_ids: list[list[int]],
+        response_ids: list[list[int]],
+        device: torch.device,
+    ) -> Alignment:
+        """Score a batch and form its signals; kept in ``last`` until `take`."""
+        ids, attention, mask = _batch(prompt_ids, response_ids, self.tokenizer.pad_token_id, device)
+        reward_input = self._input(prompts, prompt_ids, response_ids, mask.shape[1], device)
+        if not self._verified:
+            check_policy_head(policy, ids[:1], attention[:1])
+            if isinstance(self.source, RewardModel | GoldAnswer):
+                self.source.verify(reward_input.input_ids[:2], reward_input.attention_mask[:2])
+            self._verified = True
+        self.last = alignment_signals(
+            policy,
+            self.source,
+            ids,
+            attention,
+            mask,
+            reward_input,
+            want=self.want,
+            temperature=self.temperature,
+            micro_batch=self.micro_batch,
+            path_points=self.path_points,
+        )
+        return self.last
+
+    def take(self, completion_ids: Tensor, ends: Tensor) -> dict[str, Tensor]:
+        """The formed signals at the width of TRL's tensors, and which tokens to freeze."""
+        assert self.last is not None
+        found, self.last = self.last, None
+        width = completion_ids.shape[1]
+        signals = {
+            name: nn.functional.pad(value, (0, width - value.shape[1]), value=torch.nan)
+            for name, value in found.signals.items()
+        }
+        signals["eos"] = torch.isin(completion_ids, ends).float()
+        unique = completion_ids.unique().tolist()
+        marked = [i for i in unique if self._is_structural(i)]
+        marks = torch.tensor(marked, device=completion_ids.device, dtype=completion_ids.dtype)
+        signals["structural"] = torch.isin(completion_ids, marks).float()
+        return signals
+
+    def _is_structural(self, token: int) -> bool:
+        """White space alone, or a full stop that ends a line: tokens that carry no decision."""
+        known = self._structural.get(token)
+        if known is None:
+            text = self.tokenizer.decode([token])
+            known = bool(text) and (text.isspace() or (text.strip() == "." and "\n" in text))
+            self._structural[token] = known
+        return known
+
+    def _input(
+        self,
+        prompts: list[Any],
+        prompt_ids: list[list[int]],
+        response_ids: list[list[int]],
+        width: int,
+        device: torch.device,
+    ) -> RewardInput:
+        pad = self.tokenizer.pad_token_id
+        if self.reward_tokenizer is not None and isinstance(prompts[0], list):
+            return chat_input(
+                self.reward_tokenizer, prompts, response_ids, width, pad=pad, device=device
+            )
+        if self.column is not None:
+            return text_input(
+                self.reward_tokenizer, prompts, response_ids, width, pad=pad, device=device
+            )
+        return plain_input(prompt_ids, response_ids, width, pad=pad, device=device)
+
+
+def _batch(
+    prompt_ids: list[list[int]], response_ids: list[list[int]], pad: int, device: torch.device
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Prompts padded on the left, responses on the right, as TRL lays them out."""
+    p, t = max(map(len, prompt_ids)), max(max(map(len, response_ids)), 1)
+    ids, seen = [], []
+    for prompt, response in zip(prompt_ids, response_ids, strict=True):
+        left, right = p - len(prompt), t - len(response)
+        ids.append([pad] * left + list(prompt) + list(response) + [pad] * right)
+        seen.append([0] * left + [1] * (len(prompt) + len(response)) + [0] * right)
+    ids_t = torch.tensor(ids, dtype=torch.long, device=device)
+    seen_t = torch.tensor(seen, dtype=torch.bool, device=device)
+    return ids_t, seen_t, seen_t[:, -t:]

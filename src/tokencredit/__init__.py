@@ -16,6 +16,7 @@ from tokencredit.errors import (
 from tokencredit.losses import Surrogate, importance_ratio, loss_denominator, policy_loss
 from tokencredit.methods import (
     DAPO,
+    DATC,
     GRPO,
     GRPO_S,
     GTPO,
@@ -40,6 +41,7 @@ except PackageNotFoundError:  # a source tree that was never installed
 
 __all__ = [
     "DAPO",
+    "DATC",
     "GRPO",
     "GRPO_S",
     "GTPO",

@@ -23,9 +23,11 @@ __all__ = ["Credit", "assign", "finish"]
 HOW_TO_GET = {
     "entropy": "the full-vocabulary entropy of the sampling policy at each token, in nats; "
     "CreditGRPOTrainer fills it in, elsewhere pass Rollouts(entropy=...)",
-    "work": "the alignment of the reward gradient with the update at each token; "
-    "pass Rollouts(work=...)",
-}
+} | dict.fromkeys(
+    ("work", "projection", "cosine", "natural", "reward_norm", "work_random", "grad_x_input"),
+    "formed from a frozen reward model's gradient at each token; CreditGRPOTrainer does it with "
+    "reward_model=..., elsewhere tokencredit.signals.alignment_signals",
+)
 """For each signal, one clause that says what it is and how to get it."""
 
 

@@ -1,6 +1,7 @@
 """The public surface: names, signatures, defaults. A change here is a change for users."""
 
 import dataclasses
+import importlib
 import inspect
 import subprocess
 import sys
@@ -12,6 +13,7 @@ import pytest
 import tokencredit
 from tokencredit import (
     DAPO,
+    DATC,
     GRPO,
     GRPO_S,
     GTPO,
@@ -30,6 +32,7 @@ from tokencredit import (
 
 PUBLIC = [
     "DAPO",
+    "DATC",
     "GRPO",
     "GRPO_S",
     "GTPO",
@@ -165,6 +168,15 @@ DEFAULTS: dict[type[Rule], dict[str, Any]] = {
         "correction": 1,
         "eps": 0.0,
     },
+    DATC: {
+        "alignment": "work",
+        "bound": 4.0,
+        "tau": 1.0,
+        "weight_map": "band",
+        "direction": "advantage",
+        "freeze": ("eos", "structural"),
+        "std_floor": 1e-3,
+    },
 }
 CHOICES = {
     (GRPO, "scale"): ("group", "batch", "none"),
@@ -178,6 +190,9 @@ CHOICES = {
     (GRPO_S, "uniform_groups"): ("zero", "literal"),
     (GRPO_S, "entropy_mean"): ("arithmetic", "geometric"),
     (GRPO_S, "ratio"): ("arithmetic", "geometric"),
+    (DATC, "alignment"): ("work", "projection", "cosine", "natural"),
+    (DATC, "weight_map"): ("band", "box"),
+    (DATC, "direction"): ("advantage", "sign"),
 }
 
 
@@ -192,21 +207,29 @@ def test_options_in_order_with_defaults(rule: type[Rule]) -> None:
 
 
 def test_registry() -> None:
-    names = {"grpo": GRPO, "dr_grpo": DrGRPO, "dapo": DAPO, "gtpo": GTPO, "grpo_s": GRPO_S}
+    names = {"grpo": GRPO, "dr_grpo": DrGRPO, "dapo": DAPO, "gtpo": GTPO, "grpo_s": GRPO_S,
+             "datc": DATC}  # fmt: skip
     registry = methods()
     assert isinstance(registry, Mapping)
     assert {name: registry[name].rule for name in names} == names
     assert {name: registry[name].needs for name in names} == {
         "grpo": (), "dr_grpo": (), "dapo": (), "gtpo": ("entropy",), "grpo_s": ("entropy",),
+        "datc": ("work",),
     }  # fmt: skip
     fields = {f.name for f in dataclasses.fields(registry["gtpo"])}
     assert fields >= {"name", "title", "paper", "needs", "acts_on", "options", "recipe", "rule"}
+    controls = {"flipped", "random", "norm_product", "grad_x_input", "shuffled"}
+    assert {f"datc_{control}" for control in controls} <= set(registry)
+    package = importlib.import_module("tokencredit.methods")
+    assert {registry[f"datc_{control}"].rule.__name__ for control in controls} <= set(
+        package.__all__
+    )
     with pytest.raises(TypeError):
         registry["gtpo"] = registry["grpo"]  # type: ignore[index]
 
 
 @pytest.mark.parametrize(
-    "thing", [GTPO(), GRPO_S(), GRPO(), DrGRPO(), DAPO(), Surrogate(), Recipe(Surrogate())]
+    "thing", [GTPO(), GRPO_S(), GRPO(), DrGRPO(), DAPO(), DATC(), Surrogate(), Recipe(Surrogate())]
 )
 def test_frozen(thing: Any) -> None:
     with pytest.raises(dataclasses.FrozenInstanceError):

@@ -43,10 +43,13 @@ def sample(seed: int = 0, groups: int = 4, size: int = 4, longest: int = 6) -> B
 
 
 def rollouts_for(name: str, batch: Batch, layout: str = "right", **how: Any) -> Rollouts:
-    """The batch with every signal that the method needs; the entropy stands in for each."""
+    """The batch with every signal that the method needs, each made from the entropy."""
     rollouts = batch.rollouts(layout, **how)
     entropy = rollouts.signals["entropy"]
-    return rollouts.replace(signals=dict.fromkeys(methods()[name].needs, entropy))
+    needs = methods()[name].rule().needs
+    # Exact in every type, so that types differ by the rounding of the entropy alone.
+    made = {n: entropy if n == "entropy" else -entropy * 2**k for k, n in enumerate(needs)}
+    return rollouts.replace(signals=made)
 
 
 def check_promises(credit: Credit, rollouts: Rollouts) -> None:
@@ -93,7 +96,10 @@ def test_promises(name: str, layout: str, dtype: torch.dtype, device: str) -> No
     plain = assign(rollouts_for(name, batch), name)
     rel = {torch.bfloat16: 0.02, torch.float16: 0.002}.get(dtype, 2e-6)
     got = batch.tokens(credit.advantage[: len(batch.rewards)], layout, spare=2)
-    close(got, batch.tokens(plain.advantage), rel)
+    want = batch.tokens(plain.advantage)
+    if name == "datc_shuffled":  # the order is a hash of the values and so of their rounding
+        got, want = ([sorted(row) for row in rows] for rows in (got, want))
+    close(got, want, rel)
 
 
 @pytest.mark.parametrize("padding", ["flagged", "empty"])

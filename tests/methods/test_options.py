@@ -8,6 +8,7 @@ import torch
 
 from tokencredit import (
     DAPO,
+    DATC,
     GRPO,
     GRPO_S,
     GTPO,
@@ -21,6 +22,7 @@ from tokencredit import (
     resolve,
 )
 from tokencredit.errors import nearest
+from tokencredit.methods import DATCRandom
 
 PLAIN = Rollouts([1.0, 0.0], ["p", "p"], [[1], [1]])
 
@@ -45,6 +47,19 @@ PLAIN = Rollouts([1.0, 0.0], ["p", "p"], [[1], [1]])
         ("grpo_s", {"beta2": "1e-1"}, {"beta2": 0.1}),
         ("grpo_s", {"ratio": "geometric"}, {"ratio": "geometric"}),
         ("grpo", {"scale": "none"}, {"scale": "none"}),  # a choice, not the absence of one
+        ("datc", {"freeze": "eos,structural"}, {"freeze": ("eos", "structural")}),
+        ("datc", {"freeze": "[eos, structural]"}, {"freeze": ("eos", "structural")}),
+        ("datc", {"freeze": "['eos', \"structural\"]"}, {"freeze": ("eos", "structural")}),
+        ("datc", {"freeze": ["eos", "template"]}, {"freeze": ("eos", "template")}),
+        ("datc", {"freeze": ("eos",)}, {"freeze": ("eos",)}),
+        ("datc", {"freeze": " eos "}, {"freeze": ("eos",)}),
+        ("datc", {"freeze": "none"}, {"freeze": ()}),
+        ("datc", {"freeze": "[]"}, {"freeze": ()}),
+        ("datc", {"freeze": []}, {"freeze": ()}),
+        ("datc", {"freeze": None}, {"freeze": ()}),
+        ("datc", {"bound": "2"}, {"bound": 2.0}),
+        ("datc", {"alignment": "natural"}, {"alignment": "natural"}),
+        ("datc_shuffled", {"seed": "7", "freeze": "eos"}, {"seed": 7, "freeze": ("eos",)}),
         ("dapo", {"filter_uniform": "false"}, {"filter_uniform": False}),
         ("dapo", {"filter_uniform": "True"}, {"filter_uniform": True}),
         ("dapo", {"filter_uniform": False}, {"filter_uniform": False}),
@@ -97,6 +112,15 @@ def test_coercion(name: str, options: dict[str, Any], want: dict[str, Any]) -> N
         ("grpo_s", {"beta1": 0, "beta2": 0}, ["grpo_s", "beta1 and beta2 cannot both be 0"]),
         ("dapo", {"filter_uniform": 1}, ["dapo", "filter_uniform", "true or false", "1"]),
         ("dapo", {"filter_uniform": "yes"}, ["dapo", "filter_uniform", "true or false", "'yes'"]),
+        ("datc", {"freeze": "eos,,x"}, ["datc", "freeze", "names separated by commas, or none"]),
+        ("datc", {"freeze": 3}, ["datc", "freeze", "names separated by commas", "3"]),
+        ("datc", {"freeze": [1]}, ["datc", "freeze", "names separated by commas", "[1]"]),
+        ("datc", {"freeze": {"eos": 1}}, ["datc", "freeze", "names separated by commas"]),
+        ("datc", {"bound": 0.5}, ["datc", "bound", ">= 1", "0.5"]),
+        ("datc", {"tau": 0}, ["datc", "tau", "> 0", "0"]),
+        ("datc", {"alignment": "cosin"}, ["datc", "alignment", "did you mean 'cosine'?"]),
+        ("datc", {"std_floor": -1}, ["datc", "std_floor", ">= 0"]),
+        ("datc_random", {"alignment": "cosine"}, ["datc_random", "unknown option 'alignment'"]),
         ("gpto", {}, ["unknown method 'gpto'", "did you mean 'gtpo'?", "known: grpo, dr_grpo"]),
         ("GTPO", {}, ["unknown method 'GTPO'", "did you mean 'gtpo'?"]),
         ("GRPO-S", {}, ["unknown method 'GRPO-S'", "did you mean 'grpo_s'?"]),
@@ -136,6 +160,33 @@ def test_a_missing_signal_is_named_with_the_way_to_get_it(name: str) -> None:
             assert word in message, message
 
 
+@pytest.mark.parametrize(
+    ("rule", "missing"),
+    [
+        ("datc", "work"),
+        (DATC(alignment="projection"), "projection"),
+        (DATC(alignment="cosine"), "cosine"),
+        ("datc_flipped", "work"),
+        ("datc_shuffled", "work"),
+        ("datc_random", "work_random"),
+        ("datc_norm_product", "reward_norm"),
+        ("datc_grad_x_input", "grad_x_input"),
+    ],
+    ids=str,
+)
+def test_a_missing_alignment_is_named(rule: Any, missing: str) -> None:
+    rollouts = PLAIN.replace(signals={"entropy": torch.zeros(2, 1)})
+    with pytest.raises(MissingSignalError, match=f"no signal '{missing}' "):
+        assign(rollouts, rule)
+
+
+def test_needs_follow_the_options() -> None:
+    assert DATC(alignment="natural").needs == ("natural",)
+    assert methods()["datc_norm_product"].needs == ("reward_norm", "update_norm")
+    with pytest.raises(TypeError, match="alignment"):
+        DATCRandom(alignment="cosine")  # type: ignore[call-arg]
+
+
 def test_missing_extra() -> None:
     error = MissingExtraError("trl", "trl", "CreditGRPOTrainer")
     assert "pip install 'tokencredit[trl]'" in str(error) and isinstance(error, ImportError)
@@ -152,7 +203,7 @@ def test_the_registry_describes_what_the_class_does(name: str) -> None:
     method = methods()[name]
     rule = method.rule()
     assert method.name == rule.name == name
-    assert method.title and method.paper.startswith("arXiv:") and method.acts_on
+    assert method.title and method.paper.startswith(("arXiv:", "DATC (2026)")) and method.acts_on
     assert method.needs == rule.needs and method.recipe == rule.recipe
     assert [o.name for o in method.options] == list(rule.options())
     for o in method.options:

@@ -9,6 +9,14 @@ from typing import Any, TypeVar
 
 from tokencredit.errors import InputError, nearest
 from tokencredit.methods.dapo import DAPO
+from tokencredit.methods.datc import (
+    DATC,
+    DATCFlipped,
+    DATCGradTimesInput,
+    DATCNormProduct,
+    DATCRandom,
+    DATCShuffled,
+)
 from tokencredit.methods.grpo import GRPO, DrGRPO
 from tokencredit.methods.grpo_s import GRPO_S
 from tokencredit.methods.gtpo import GTPO
@@ -27,7 +35,7 @@ class Method:
         name: what users write.
         title: the method's full name.
         paper: where it was published.
-        needs: signals that the rollouts must carry.
+        needs: signals that the rollouts must carry, for the default options.
         acts_on: where in training the method acts.
         options: every option with default, range and help.
         recipe: what the paper trains with, for the default options.
@@ -76,7 +84,7 @@ def register(rule: R) -> R:
         name=name,
         title=rule.title,
         paper=rule.paper,
-        needs=rule.needs,
+        needs=rule().needs,
         acts_on=rule.acts_on,
         options=rule.option_list(),
         recipe=_recipe(rule),
@@ -131,5 +139,7 @@ def resolve(rule: str | Rule, options: Mapping[str, Any] | None = None) -> Rule:
     return _METHODS[rule].rule.from_options(dict(options or {}))
 
 
-for _rule in (GRPO, DrGRPO, DAPO, GTPO, GRPO_S):
+for _rule in (GRPO, DrGRPO, DAPO, GTPO, GRPO_S, DATC):
+    register(_rule)
+for _rule in (DATCFlipped, DATCRandom, DATCNormProduct, DATCGradTimesInput, DATCShuffled):
     register(_rule)

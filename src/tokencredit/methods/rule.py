@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from dataclasses import MISSING, dataclass, field, fields
-from typing import TYPE_CHECKING, Any, ClassVar, get_args, get_type_hints
+from typing import TYPE_CHECKING, Any, ClassVar, cast, get_args, get_origin, get_type_hints
 
 from tokencredit.errors import InputError, nearest
 from tokencredit.losses import Surrogate
@@ -94,7 +94,10 @@ class Rule(ABC):
     paper: ClassVar[str] = ""
     acts_on: ClassVar[str] = ""
     needs: ClassVar[tuple[str, ...]] = ()
-    """Names of the signals that the rule reads from ``Rollouts.signals``."""
+    """Names of the signals that the rule cannot do without. Where options decide, a subclass makes
+    it a property (DATC): ask an object, not the class."""
+    control_of: ClassVar[str] = ""
+    """The method that this rule is an ablation of, if it is one."""
     reads_success: ClassVar[bool] = False
     """Whether the rule reads ``Rollouts.success``: engines then ask which reward decides it."""
 
@@ -169,6 +172,8 @@ class Rule(ABC):
 def _kind(hint: Any) -> str:
     if hint in (int, float, bool, str):
         return hint.__name__
+    if get_origin(hint) is tuple:
+        return "names"
     members = {getattr(a, "__name__", str(a)) for a in get_args(hint)}
     return "range" if "tuple" in members else "|".join(sorted(members))
 
@@ -186,6 +191,8 @@ def _coerce(value: Any, spec: Option, rule: str) -> Any:
         raise refuse(f"one of {', '.join(map(str, spec.choices))}{hint}")
     if spec.kind == "range":
         return _coerce_range(value, refuse)
+    if spec.kind == "names":
+        return _coerce_names(value, refuse)
     if spec.kind == "bool":
         if isinstance(value, str) and value.lower() in ("true", "false"):
             return value.lower() == "true"
@@ -212,6 +219,20 @@ def _coerce(value: Any, spec: Option, rule: str) -> Any:
     if too_low or (spec.high is not None and number > spec.high):
         raise refuse(spec.range)
     return number
+
+
+def _coerce_names(value: Any, refuse: Any) -> tuple[str, ...]:
+    if isinstance(value, str):
+        value = value.strip("[]() ")
+    if value is None or (isinstance(value, str) and value.lower() in ("none", "null", "")):
+        return ()
+    parts: Any = value.split(",") if isinstance(value, str) else value
+    if not isinstance(parts, list | tuple):
+        raise refuse("names separated by commas, or none")
+    names = list(cast("list[Any]", parts))
+    if not all(isinstance(name, str) and name.strip(" '\"") for name in names):
+        raise refuse("names separated by commas, or none")
+    return tuple(str(name).strip(" '\"") for name in names)
 
 
 def _coerce_range(value: Any, refuse: Any) -> tuple[float, float] | None:

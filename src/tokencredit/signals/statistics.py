@@ -22,7 +22,7 @@ from torch.nn import functional as F
 
 from tokencredit.errors import InputError, nearest
 
-__all__ = ["TokenStatistics", "token_statistics"]
+__all__ = ["TokenStatistics", "mean_embedding", "token_statistics"]
 
 DIFFERENTIABLE = ("logprob", "entropy")
 OF_REWARD = ("work", "projection", "cosine", "natural", "reward_norm")
@@ -177,6 +177,56 @@ def token_statistics(
             name: value.new_zeros(n).index_copy(0, read, value) for name, value in found.items()
         }
     return TokenStatistics(**found)
+
+
+def mean_embedding(
+    hidden: Float[Tensor, "n d"],
+    head: Float[Tensor, "v d"],
+    embedding: Float[Tensor, "v e"],
+    *,
+    bias: Float[Tensor, "v"] | None = None,
+    temperature: float = 1.0,
+    softcap: float | None = None,
+    logit_scale: float = 1.0,
+    chunk: int | tuple[int, int] | None = None,
+) -> Float[Tensor, "n e"]:
+    """The policy's mean embedding ``sum_v p_v E_v`` at each token; no gradient.
+
+    Arguments as for `token_statistics`; two passes over the vocabulary, a tile in memory.
+
+    Example:
+        >>> import torch
+        >>> zero = torch.zeros(2, 2)
+        >>> mean_embedding(zero[:1], zero, torch.tensor([[1.0], [3.0]])).item()
+        2.0
+    """
+    n, v = hidden.shape[0], head.shape[0]
+    targets = torch.zeros(n, dtype=torch.long, device=hidden.device)
+    _check_shapes(hidden, head, targets, bias, temperature, None, None)
+    options: dict[str, Any] = {"bias": bias, "softcap": softcap, "logit_scale": logit_scale}
+    with torch.no_grad():
+        log_sum = token_statistics(
+            hidden,
+            head,
+            targets,
+            want=("logsumexp",),
+            temperature=temperature,
+            chunk=chunk,
+            **options,
+        ).logsumexp
+        assert log_sum is not None
+        dtype = log_sum.dtype
+        rows, columns = _tile(chunk, n, v)
+        top = _Head(
+            head, bias, log_sum.new_full((n, 1), temperature), softcap, logit_scale, None, dtype
+        )
+        out = torch.zeros(n, embedding.shape[1], dtype=dtype, device=hidden.device)
+        for a, b in _spans(n, rows):
+            for start, stop in _spans(v, columns):
+                z = _logits(hidden[a:b], top, start, stop, top.temperature[a:b])
+                p = z.sub_(log_sum[a:b].unsqueeze(1)).exp_()
+                out[a:b].addmm_(p, embedding[start:stop].to(dtype))
+    return out
 
 
 # -- checks ---------------------------------------------------------------------------------

@@ -12,7 +12,13 @@ import torch
 import trl
 from datasets import Dataset
 from packaging.version import Version
-from transformers import PreTrainedModel, PrinterCallback, TrainerCallback
+from transformers import (
+    PreTrainedModel,
+    PrinterCallback,
+    Qwen3Config,
+    Qwen3ForSequenceClassification,
+    TrainerCallback,
+)
 from trl import GRPOConfig
 
 from tokencredit import Surrogate, policy_loss
@@ -34,6 +40,17 @@ def policy(seed: int = 0, layers: int = 1) -> PreTrainedModel:
     return new_policy(
         "qwen3", VOCAB, seed=seed, layers=layers, width=32, heads=2, initializer_range=0.3
     )
+
+
+def reward_model(seed: int = 0) -> PreTrainedModel:
+    """A reward model with the policy's vocabulary and wild gradients."""
+    torch.manual_seed(seed)
+    shape = Qwen3Config(
+        vocab_size=VOCAB, hidden_size=24, intermediate_size=32, num_hidden_layers=2,
+        num_attention_heads=2, num_key_value_heads=1, head_dim=12, num_labels=1, pad_token_id=0,
+        initializer_range=0.5,
+    )  # fmt: skip
+    return Qwen3ForSequenceClassification(shape).eval()
 
 
 def copy_of(model: Any) -> PreTrainedModel:
@@ -265,6 +282,7 @@ CASES = {
     "gtpo": ("gtpo", {"alpha2": 1.0}),
     "grpo_s": ("grpo_s", {"ratio": "arithmetic", "beta2": 1.0}),
     "grpo_s-geometric": ("grpo_s", {"ratio": "geometric", "beta2": 1.0}),
+    "datc": ("datc", {}),
 }
 """Every method; the shaping stronger than the papers', so that credit differs more from GRPO's."""
 
@@ -277,6 +295,8 @@ def one_step(case: str, micro_batch: int, world: int = 1, **options: Any) -> Run
         "per_device_train_batch_size": micro_batch,
         "gradient_accumulation_steps": ROWS // world // micro_batch,
     }
+    if name == "datc":
+        options = {"more": {"reward_model": reward_model()}} | options
     return Run(rule, **(fields | options)).train()
 
 

@@ -51,8 +51,6 @@ def options_table(options: tuple[Option, ...]) -> str:
             allowed = ", ".join(f"`{written(choice)}`" for choice in option.choices)
         elif option.kind == "bool":
             allowed = "`true`, `false`"
-        elif option.kind == "range":
-            allowed = "low,high or none"
         default = f"`{written(option.default)}`"
         rows.append(f"| `{option.name}` | {default} | {allowed} | {option.help} |")
     return "\n".join(rows)
@@ -62,13 +60,16 @@ def methods_table(known: dict[str, Method], folder: str) -> str:
     """The table of methods that the README and the index of methods must hold."""
     rows = ["| name | paper | acts on | needs |", "|---|---|---|---|"]
     for name, method in known.items():
-        number = method.paper.removeprefix("arXiv:")
+        if method.rule.control_of:
+            continue
+        paper = method.paper
+        if paper.startswith("arXiv:"):
+            paper = f"[{paper}](https://arxiv.org/abs/{paper.removeprefix('arXiv:')})"
         needs = [*(["success"] if method.rule.reads_success else []), *method.needs]
         if not method.needs:
             needs = ["rewards", *needs]
         rows.append(
-            f"| [`{name}`]({folder}{name}.md) | [{method.paper}](https://arxiv.org/abs/{number}) "
-            f"| {method.acts_on} | {', '.join(needs)} |"
+            f"| [`{name}`]({folder}{name}.md) | {paper} | {method.acts_on} | {', '.join(needs)} |"
         )
     return "\n".join(rows)
 

@@ -23,6 +23,16 @@ if TYPE_CHECKING:
     from tokencredit.lab.gym import gym_dataset, gym_reward
     from tokencredit.lab.models import Family, new_policy
     from tokencredit.lab.prompts import draw_prompts, is_held_out, prompt_dataset, stream_prompts
+    from tokencredit.lab.reward_models import (
+        LabRewardModel,
+        RewardModelAccuracy,
+        build_reward_model,
+        load_reward_model,
+        localisation,
+        reward_model_accuracy,
+        reward_model_metadata,
+    )
+    from tokencredit.lab.reward_training import RewardRecipe, Strength, reward_recipe
     from tokencredit.lab.rewards import oracle_signal, task_reward
     from tokencredit.lab.sampling import sample_responses
     from tokencredit.lab.store import build_policy, cache_folder, load_policy, policy_metadata
@@ -45,12 +55,17 @@ __all__ = [
     "Evaluation",
     "Family",
     "Kind",
+    "LabRewardModel",
     "OnProgress",
+    "RewardModelAccuracy",
+    "RewardRecipe",
     "Setting",
+    "Strength",
     "Task",
     "Verdict",
     "WarmedUp",
     "build_policy",
+    "build_reward_model",
     "cache_folder",
     "context_length",
     "draw_prompts",
@@ -60,11 +75,16 @@ __all__ = [
     "gym_reward",
     "is_held_out",
     "load_policy",
+    "load_reward_model",
+    "localisation",
     "new_policy",
     "oracle_marks",
     "oracle_signal",
     "policy_metadata",
     "prompt_dataset",
+    "reward_model_accuracy",
+    "reward_model_metadata",
+    "reward_recipe",
     "sample_responses",
     "setting",
     "settings",
@@ -82,6 +102,16 @@ _NAMES = {
     "gym": ("gym_dataset", "gym_reward"),
     "models": ("Family", "new_policy"),
     "prompts": ("draw_prompts", "is_held_out", "prompt_dataset", "stream_prompts"),
+    "reward_models": (
+        "LabRewardModel",
+        "RewardModelAccuracy",
+        "build_reward_model",
+        "load_reward_model",
+        "localisation",
+        "reward_model_accuracy",
+        "reward_model_metadata",
+    ),
+    "reward_training": ("RewardRecipe", "Strength", "reward_recipe"),
     "rewards": ("oracle_signal", "task_reward"),
     "sampling": ("sample_responses",),
     "store": ("build_policy", "cache_folder", "load_policy", "policy_metadata"),

@@ -12,9 +12,10 @@ from typing import ClassVar
 import torch
 
 from tokencredit.credit import Credit, finish
+from tokencredit.losses import Surrogate
 from tokencredit.methods.grpo import grpo_advantage
 from tokencredit.methods.registry import register
-from tokencredit.methods.rule import Rule
+from tokencredit.methods.rule import Recipe, Rule
 from tokencredit.rollouts import Rollouts
 
 __all__ = ["Oracle", "Uniform"]
@@ -86,3 +87,8 @@ class Uniform(Rule):
         """Assign credit."""
         base = grpo_advantage(rollouts) if rollouts.base is None else rollouts.base
         return finish(rollouts, self, advantage=base, base=base)
+
+    @property
+    def recipe(self) -> Recipe:
+        """The same under every ratio level: its advantages are constant along a response."""
+        return Recipe(Surrogate(), ratio_required=False)

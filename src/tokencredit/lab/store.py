@@ -1,10 +1,12 @@
-"""Warm policies on disk: those that come with the package, and the user's cache."""
+"""Weights on disk: those that come with the package, and the user's cache.
+
+Here for the policies; the reward models share how files are found, read and written.
+"""
 
 from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -54,10 +56,11 @@ def load_policy(
     """
     if isinstance(setting, str):
         setting = setting_named(setting)
-    path = _find(setting)
+    path = find_weights(setting.name, setting.fingerprint)
     if path is None:
-        path = build_policy(setting, _cached(setting).parent, on_progress=on_progress)
-    return _read(setting, path), tokenizer_for(setting.task)
+        folder = cached_weights(setting.name, setting.fingerprint).parent
+        path = build_policy(setting, folder, on_progress=on_progress)
+    return read_weights(fresh_policy(setting), path), tokenizer_for(setting.task)
 
 
 def build_policy(
@@ -88,16 +91,14 @@ def build_policy(
     """
     if seed is not None:
         setting = replace(setting, seed=seed)
-    path = Path(folder) / _WEIGHTS
-    _check_writable(path)
+    path = weights_in(folder, "build_policy")
     warmed = warm_up(setting, on_progress=on_progress)
-    halved = _own_tensors(warmed.model)
     # Measured on the weights as stored, not on the float32 ones that they were rounded from.
-    _fill(warmed.model, halved, path)
+    halved = round_weights(warmed.model)
     accuracy = evaluate(
         warmed.model, tokenizer_for(setting.task), setting.task, seed=_FINAL_SEED
     ).accuracy
-    _write(
+    write_weights(
         path,
         halved,
         {
@@ -132,12 +133,12 @@ def policy_metadata(setting: Setting | str) -> dict[str, str] | None:
     """
     if isinstance(setting, str):
         setting = setting_named(setting)
-    path = _find(setting)
-    return None if path is None else _metadata(path)
+    path = find_weights(setting.name, setting.fingerprint)
+    return None if path is None else read_metadata(path)
 
 
 def cache_folder() -> Path:
-    """Where built policies are kept.
+    """Where built policies and reward models are kept.
 
     ``$TOKENCREDIT_CACHE`` if set, else ``$XDG_CACHE_HOME/tokencredit``, else
     ``~/.cache/tokencredit``.
@@ -149,19 +150,44 @@ def cache_folder() -> Path:
     return (Path(general) if general else Path.home() / ".cache") / "tokencredit"
 
 
-def _find(setting: Setting) -> Path | None:
-    """The stored weights of exactly this setting; a variant of the same name has its own."""
-    for path in (_SHIPPED / setting.name / _WEIGHTS, _cached(setting)):
-        if path.is_file() and _metadata(path).get("fingerprint") == setting.fingerprint:
+def find_weights(name: str, fingerprint: str) -> Path | None:
+    """The stored weights of exactly this fingerprint, shipped or cached; None if not built."""
+    for path in (_SHIPPED / name / _WEIGHTS, cached_weights(name, fingerprint)):
+        if path.is_file() and read_metadata(path).get("fingerprint") == fingerprint:
             return path
     return None
 
 
-def _cached(setting: Setting) -> Path:
-    return cache_folder() / f"{setting.name}-{setting.fingerprint}" / _WEIGHTS
+def cached_weights(name: str, fingerprint: str) -> Path:
+    """Where the cache has them; a variant of the same name has a place of its own."""
+    return cache_folder() / f"{name}-{fingerprint}" / _WEIGHTS
 
 
-def _metadata(path: Path) -> dict[str, str]:
+def weights_in(folder: str | Path, owner: str) -> Path:
+    """The file to build in a folder, checked to be writable before the minutes of work.
+
+    Args:
+        folder: Where to; made if absent.
+        owner: Which function builds, for the message.
+
+    Raises:
+        InputError: The folder cannot be written.
+    """
+    path = Path(folder) / _WEIGHTS
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=path.parent):
+            pass
+    except OSError as error:
+        raise InputError(
+            f"{owner}: cannot write to {path.parent} ({error.strerror}); choose another "
+            "folder, or set TOKENCREDIT_CACHE"
+        ) from error
+    return path
+
+
+def read_metadata(path: Path) -> dict[str, str]:
+    """What a file's header says."""
     try:
         with safe_open(path, framework="pt") as file:
             return file.metadata() or {}
@@ -169,23 +195,24 @@ def _metadata(path: Path) -> dict[str, str]:
         raise _damaged(path, str(error)) from error
 
 
-def _read(setting: Setting, path: Path) -> PreTrainedModel:
+def read_weights(model: PreTrainedModel, path: Path) -> PreTrainedModel:
+    """Fill a fresh model from a file; tied weights through the name they share."""
     try:
         tensors = load_file(path)
     except (SafetensorError, OSError) as error:
         raise _damaged(path, str(error)) from error
-    model = fresh_policy(setting)
-    _fill(model, tensors, path)
+    expected = {name: tensor.shape for name, tensor in _own_tensors(model).items()}
+    if expected != {name: tensor.shape for name, tensor in tensors.items()}:
+        raise _damaged(path, "its tensors are not those of the model")
+    model.load_state_dict(tensors, strict=False)
     return model
 
 
-def _fill(model: PreTrainedModel, tensors: Mapping[str, Tensor], path: Path) -> None:
-    """Copy stored weights into a model; tied ones are filled through the name they share."""
-    expected = _own_tensors(model)
-    shapes = {name: tensor.shape for name, tensor in expected.items()}
-    if shapes != {name: tensor.shape for name, tensor in tensors.items()}:
-        raise _damaged(path, "its tensors are not those of the model")
-    model.load_state_dict(dict(tensors), strict=False)
+def round_weights(model: PreTrainedModel) -> dict[str, Tensor]:
+    """Round a model's weights to float16, in place, and return them as they are stored."""
+    halved = _own_tensors(model)
+    model.load_state_dict(halved, strict=False)
+    return halved
 
 
 def _own_tensors(model: PreTrainedModel) -> dict[str, Tensor]:
@@ -199,7 +226,8 @@ def _own_tensors(model: PreTrainedModel) -> dict[str, Tensor]:
     return tensors
 
 
-def _write(path: Path, tensors: dict[str, Tensor], metadata: dict[str, str]) -> None:
+def write_weights(path: Path, tensors: dict[str, Tensor], metadata: dict[str, str]) -> None:
+    """Write a file that appears under its name only when it is complete."""
     handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".part")
     os.close(handle)
     try:
@@ -212,18 +240,5 @@ def _write(path: Path, tensors: dict[str, Tensor], metadata: dict[str, str]) -> 
         raise
 
 
-def _check_writable(path: Path) -> None:
-    # Before the minutes of work, not after.
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=path.parent):
-            pass
-    except OSError as error:
-        raise InputError(
-            f"build_policy: cannot write to {path.parent} ({error.strerror}); choose another "
-            "folder, or set TOKENCREDIT_CACHE"
-        ) from error
-
-
 def _damaged(path: Path, reason: str) -> InputError:
-    return InputError(f"{path}: not a stored policy ({reason}); delete the file to build it anew")
+    return InputError(f"{path}: not a stored model ({reason}); delete the file to build it anew")

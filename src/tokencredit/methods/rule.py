@@ -59,6 +59,10 @@ class Option:
         """The allowed values in words, for example ``> 0`` or ``joint | zero_filled``."""
         if self.choices is not None:
             return " | ".join(str(c) for c in self.choices)
+        if self.kind == "range":
+            return "low,high or none"
+        if self.kind == "names":
+            return "names or none"
         parts: list[str] = []
         if self.low is not None:
             parts.append(f"{'>' if self.low_open else '>='} {self.low:g}")

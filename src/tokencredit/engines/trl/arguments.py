@@ -40,6 +40,8 @@ OWN_FIELDS = (
     "lab",
     "success_from",
     "entropy_source",
+    "reward_model",
+    "path_points",
     "record_every",
     "eval_prompts",
     "resume",
@@ -86,6 +88,8 @@ class TrainArguments:
         lab: name of the lab's setting, or None.
         success_from: which reward function says whether a response is right.
         entropy_source: auto, old_logprobs or forward.
+        reward_model: what DATC differentiates, or None.
+        path_points: points that the reward gradient is averaged at.
         record_every: rollouts are recorded every so many steps; 0 = never.
         eval_prompts: held-out prompts for the lab's accuracy before and after.
         resume: go on from the last checkpoint.
@@ -102,6 +106,8 @@ class TrainArguments:
     lab: str | None
     success_from: str | None
     entropy_source: Any
+    reward_model: str | None
+    path_points: int
     record_every: int
     eval_prompts: int
     resume: bool
@@ -151,6 +157,20 @@ def make_parser() -> Any:
         choices=("auto", "old_logprobs", "forward"),
         default="auto",
         help="where token entropies come from (default auto)",
+    )
+    add(
+        "--reward_model",
+        metavar="NAME",
+        help="for DATC: the frozen reward model that is differentiated, a folder or name; "
+        "from_rewards (default) = the one among the rewards; with --lab: strong (default) or weak",
+    )
+    add(
+        "--path_points",
+        type=int,
+        default=1,
+        metavar="N",
+        help="for DATC: average the reward gradient at N points between each token and the "
+        "policy's mean embedding (default 1: at the token)",
     )
     add(
         "--record_every",
@@ -254,8 +274,9 @@ def parse_train_arguments(
         rule = None
     else:
         rule = resolve(own.credit, options)
-    if own.record_every < 0 or own.eval_prompts < 1:
-        raise InputError("train: record_every must be at least 0, eval_prompts at least 1")
+    for name, lowest in (("record_every", 0), ("eval_prompts", 1), ("path_points", 1)):
+        if getattr(own, name) < lowest:
+            raise InputError(f"train: {name} must be at least {lowest}, got {getattr(own, name)}")
     explicit: dict[str, Any] = {}
     for name in [*config, *flags]:
         if name not in OWN_FIELDS and name != "config":
@@ -278,6 +299,8 @@ def parse_train_arguments(
         lab=lab,
         success_from=own.success_from,
         entropy_source=own.entropy_source,
+        reward_model=own.reward_model,
+        path_points=own.path_points,
         record_every=own.record_every,
         eval_prompts=own.eval_prompts,
         resume=own.resume,

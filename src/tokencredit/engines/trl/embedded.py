@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from tokencredit.engines.trl.jobs import Job
+from tokencredit.engines.trl.work import WORK_SIGNALS
+from tokencredit.errors import InputError
 from tokencredit.methods.rule import Rule
 
 if TYPE_CHECKING:
@@ -42,8 +44,15 @@ def lab_defaults(setting: Setting) -> dict[str, Any]:
     }
 
 
-def lab_job(setting: Setting, training: Any, rule: Rule | None, *, on_progress: Any) -> Job:
-    """The setting's policy, prompts, reward and, for the oracle, its marks."""
+def lab_job(
+    setting: Setting,
+    training: Any,
+    rule: Rule | None,
+    *,
+    reward_model: str | None = None,
+    on_progress: Any,
+) -> Job:
+    """The setting's policy, prompts, reward and what the rule needs: marks or a reward model."""
     from tokencredit import lab
 
     model, tokenizer = lab.load_policy(setting, on_progress=on_progress)
@@ -55,6 +64,15 @@ def lab_job(setting: Setting, training: Any, rule: Rule | None, *, on_progress: 
 
     def oracle(prompts: Any, completion_ids: Any, **_: Any) -> list[list[float]]:
         return marks(prompts, completion_ids)
+
+    source = None
+    if rule is not None and set(rule.needs) & set(WORK_SIGNALS):
+        strength = reward_model or "strong"
+        if strength not in ("strong", "weak"):
+            raise InputError(
+                f"train: --lab has the reward models strong and weak, not {strength!r}"
+            )
+        source = lab.load_reward_model(setting, strength, on_progress=on_progress).source()
 
     def accuracy(policy: Any, count: int) -> Any:
         return lab.evaluate(policy, tokenizer, setting.task, prompts=count, seed=10_000)
@@ -68,5 +86,6 @@ def lab_job(setting: Setting, training: Any, rule: Rule | None, *, on_progress: 
         else None,
         rewards=[lab.task_reward(setting.task)],
         signals={"oracle": oracle} if rule is not None and "oracle" in rule.needs else {},
+        reward_model=source,
         accuracy=accuracy,
     )

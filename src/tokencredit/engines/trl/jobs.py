@@ -10,6 +10,7 @@ from typing import Any
 from tokencredit.engines.trl.arguments import TrainArguments
 from tokencredit.engines.trl.data import load_rewards, load_splits
 from tokencredit.engines.trl.run_folder import broken_weights
+from tokencredit.engines.trl.work import FROM_REWARDS
 from tokencredit.errors import InputError
 
 __all__ = ["Job", "configured_job"]
@@ -26,6 +27,7 @@ class Job:
         evaluation: the evaluation data set, or None.
         rewards: reward functions and models.
         signals: functions for further token signals, by name.
+        reward_model: what DATC differentiates, or None.
         accuracy: measures a policy on held-out prompts, ``(model, count) -> Evaluation``; None
             where there is no such measure.
         peft: a PEFT configuration, or None.
@@ -38,6 +40,7 @@ class Job:
     evaluation: Any
     rewards: list[Any]
     signals: Mapping[str, Callable[..., Any]] = field(default_factory=dict[str, Any])
+    reward_model: Any = None
     accuracy: Callable[[Any, int], Any] | None = None
     peft: Any = None
     quantization: Any = None
@@ -77,6 +80,8 @@ def configured_job(arguments: TrainArguments) -> Job:
         train=train,
         evaluation=evaluation,
         rewards=rewards,
+        reward_model=arguments.reward_model
+        or (FROM_REWARDS if arguments.script.reward_model_name_or_path else None),
         peft=get_peft_config(arguments.model),
         quantization=get_quantization_config(arguments.model),
     )

@@ -253,6 +253,10 @@ def _config_of(arguments: TrainArguments, applied: dict[str, Any]) -> dict[str, 
     if arguments.success_from is not None:
         fields["success_from"] = arguments.success_from
     fields["entropy_source"] = arguments.entropy_source
+    if arguments.reward_model is not None:
+        fields["reward_model"] = arguments.reward_model
+    if arguments.path_points != 1:
+        fields["path_points"] = arguments.path_points
     fields["record_every"] = arguments.record_every
     fields.update({k: v for k, v in arguments.defaults.items() if k not in HERE_ONLY})
     left_out = {"output_dir", "resume_from_checkpoint", *SECRETS}
@@ -286,11 +290,13 @@ def _apply_recipe(arguments: TrainArguments) -> dict[str, Any]:
         return {}
     applied: dict[str, Any] = {}
     for name, value in recommended_config(rule).items():
-        if name in arguments.explicit or getattr(training, name) == value:
-            continue
-        setattr(training, name, value)
-        applied[name] = value
-        _say(f"  {name}={value} (recommended by {rule.paper}; set it yourself to change it)")
+        if name not in arguments.explicit:
+            setattr(training, name, value)
+            applied[name] = value
+    if applied:
+        listed = ", ".join(f"{name}={value}" for name, value in applied.items())
+        source = f" by {rule.paper}" if rule.paper else ""
+        _say(f"  recommended{source}, as you set nothing else: {listed}")
     for line in apply_requirements(training, rule, explicit=arguments.explicit):
         _say(f"  {line}")
     return applied
@@ -333,6 +339,8 @@ def _run(arguments: TrainArguments, folder: RunFolder) -> None:
             success_from=arguments.success_from,
             entropy_source=arguments.entropy_source,
             signals=job.signals,
+            reward_model=job.reward_model,
+            path_points=arguments.path_points,
         )
     except TokenCreditError:
         raise
@@ -406,7 +414,13 @@ def _job(arguments: TrainArguments) -> Job:
             _say(f"  building the policy: step {step}  loss {loss:.3f}{reached}")
 
     setting = lab.setting(arguments.lab)
-    return lab_job(setting, arguments.training, arguments.rule, on_progress=on_progress)
+    return lab_job(
+        setting,
+        arguments.training,
+        arguments.rule,
+        reward_model=arguments.reward_model,
+        on_progress=on_progress,
+    )
 
 
 class _Printed(logging.Handler):

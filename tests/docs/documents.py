@@ -39,6 +39,8 @@ def written(value: object) -> str:
     """A default or a choice, the way YAML and the command line write it."""
     if value is None:
         return "none"
+    if isinstance(value, tuple):
+        return ",".join(map(str, value))
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 

@@ -111,7 +111,7 @@ class DATC(Rule):
     freeze: tuple[str, ...] = option(
         ("eos", "structural"), "signals (1 = marked) whose tokens keep weight 1"
     )
-    std_floor: float = option(1e-3, "added to the std, times mean |d|", low=0)
+    std_floor: float = option(1e-3, "added to the std, times the mean absolute alignment", low=0)
 
     @property
     def needs(self) -> tuple[str, ...]:  # pyright: ignore[reportIncompatibleVariableOverride]

@@ -33,6 +33,11 @@ def set_clock(name: str) -> None:
     _clock = name
 
 
+def current_clock() -> str:
+    """The clock that was chosen."""
+    return _clock
+
+
 def clock() -> float:
     """Seconds on the clock that was chosen."""
     return CLOCKS[_clock]()

@@ -20,13 +20,20 @@ from trl import GRPOConfig, GRPOTrainer
 
 from tokencredit import assign, lab
 from tokencredit.engines.trl import CreditGRPOTrainer
+from tokencredit.signals import (
+    last_hidden_states,
+    plain_input,
+    policy_head,
+    reward_gradients,
+    token_statistics,
+)
 
-from .harness import Report, Table, Timing, interleaved, progress
+from .harness import Report, Table, Timing, current_clock, interleaved, progress
 
 __all__ = ["run"]
 
 PLAIN = "GRPOTrainer"
-RULES = ("grpo", "dr_grpo", "dapo", "gtpo", "grpo_s")
+RULES = ("grpo", "dr_grpo", "dapo", "gtpo", "grpo_s", "datc")
 VARIANTS = {
     "entropies reused": {"num_iterations": 2},
     "one more pass": {"num_iterations": 1},
@@ -93,6 +100,8 @@ class Contestant:
             "train_dataset": data,
             "processing_class": tokenizer,
         }
+        if rule == "datc":
+            common["reward_model"] = lab.load_reward_model(setting).source()
         self.trainer: Any = (
             GRPOTrainer(**common) if rule is None else CreditGRPOTrainer(credit=rule, **common)
         )
@@ -112,13 +121,17 @@ class Contestant:
 
 def run(*, quick: bool = False) -> Report:
     warnings.filterwarnings("ignore", category=FutureWarning)
-    tables = [_variant(name, options, quick=quick) for name, options in VARIANTS.items()]
+    tables = [
+        table
+        for name, options in VARIANTS.items()
+        for table in _variant(name, options, quick=quick)
+    ]
     return Report("trl_step", tables)
 
 
-def _variant(name: str, options: dict[str, Any], *, quick: bool) -> Table:
+def _variant(name: str, options: dict[str, Any], *, quick: bool) -> list[Table]:
     rounds, steps = (2, 2) if quick else (7, 2)
-    rules = ("gtpo",) if quick else RULES
+    rules = ("gtpo", "datc") if quick else RULES
     contestants: dict[str, Contestant] = {
         rule or PLAIN: Contestant(rule, steps, quick=quick, **options) for rule in (None, *rules)
     }
@@ -133,7 +146,10 @@ def _variant(name: str, options: dict[str, Any], *, quick: bool) -> Table:
                 taken[who].append(step)
     wall = {who: Timing(tuple(step[0] for step in steps)) for who, steps in taken.items()}
     busy = {who: Timing(tuple(step[1] for step in steps)) for who, steps in taken.items()}
-    return _table(name, contestants, wall, busy, steps=steps, quick=quick)
+    return [
+        _table(name, contestants, wall, busy, steps=steps, quick=quick),
+        _datc_parts(name, contestants["datc"].trainer, wall, busy, quick=quick),
+    ]
 
 
 def _table(
@@ -176,6 +192,62 @@ def _table(
         f"{len(timing[PLAIN].seconds)} rounds of {steps} steps each, learning rate 0, the same "
         "random state in each round: the same responses for all."
     )
+    return table
+
+
+def _datc_parts(
+    name: str, trainer: Any, wall: dict[str, Timing], busy: dict[str, Timing], *, quick: bool
+) -> Table:
+    """What DATC adds to a batch, beside its parts done alone on a batch of the same size."""
+    args, work = trainer.args, trainer._work
+    rows = args.per_device_train_batch_size
+    task = lab.setting("chain-qwen3").task
+    prompts = [list(range(3, 3 + task.prompt_length))] * rows
+    width = args.max_completion_length
+    answers = [[3 + (i + j) % 12 for j in range(width)] for i in range(rows)]
+    made = plain_input(prompts, answers, width)
+    policy = trainer.accelerator.unwrap_model(trainer.model)
+    head = policy_head(policy)
+    with torch.no_grad():
+        hidden = last_hidden_states(policy, made.input_ids, made.attention_mask, width)
+    flat, targets = hidden.reshape(rows * width, -1), made.input_ids[:, -width:].reshape(-1)
+    gradient = torch.randn(rows * width, work.source.embedding.shape[1])
+
+    def reward() -> None:
+        for _ in reward_gradients(
+            work.source, made.input_ids, made.attention_mask, made.response, micro_batch=rows
+        ):
+            pass
+
+    def statistics() -> Any:
+        return token_statistics(
+            flat, head.weight, targets, want=work.want, reward=(gradient, work.source.embedding)
+        )
+
+    parts = interleaved(
+        {
+            "reward model, forward and backward": reward,
+            "policy, one forward pass without gradient": lambda: last_hidden_states(
+                policy, made.input_ids, made.attention_mask, width
+            ),
+            "token statistics": statistics,
+        },
+        seconds=1 if quick else 20,
+        least=2,
+        most=15,
+    )
+    table = Table(
+        f"What DATC adds, {name}: milliseconds a batch of {rows} responses",
+        ("what", "ms, median"),
+    )
+    for what, timing in parts.items():
+        table.rows.append([what, 1e3 * timing.median])
+    total = sum(timing.median for timing in parts.values())
+    clock = busy if current_clock() == "cpu" else wall
+    added = args.num_iterations * (clock["datc"].median - clock[PLAIN].median)
+    table.rows.append(["the three together", 1e3 * total])
+    table.rows.append(["step with DATC less plain step", 1e3 * added])
+    table.rows.append(["the latter over the former", added / total])
     return table
 
 

@@ -1,6 +1,8 @@
 """Credit and assign: diagnostics worked by hand, `finish`, rules of one's own."""
 
+import copy
 import dataclasses
+import pickle
 from typing import Any
 
 import pytest
@@ -156,3 +158,26 @@ def test_a_rule_that_returns_the_wrong_shape_is_named() -> None:
 
     with pytest.raises(InputError, match=r"given: .*\[5, 2\] for a mask of \[5, 3\]"):
         assign(ROLLOUTS, Given(made=wrong))
+
+
+def pickled(value: Any) -> Any:
+    return pickle.loads(pickle.dumps(value))
+
+
+@pytest.mark.parametrize("again", [pickled, copy.deepcopy, copy.copy])
+@pytest.mark.parametrize("name", ["grpo", "gtpo", "grpo_s", "datc"])
+def test_rollouts_and_credit_survive_pickling_and_copying(name: str, again: Any) -> None:
+    """They cross process borders, and people keep them: with the same numbers, read or not."""
+    numbers = torch.rand(ROLLOUTS.mask.shape)
+    rollouts = ROLLOUTS.replace(entropy=numbers, work=numbers)
+    other = again(rollouts)
+    for value in ("rewards", "group", "mask", "success", "real", "keep"):
+        assert torch.equal(getattr(other, value), getattr(rollouts, value)), value
+    assert torch.equal(other.signals["entropy"], numbers)
+    with pytest.raises(TypeError):
+        other.signals["entropy"] = numbers  # still read-only
+    credit = assign(rollouts, name)
+    for made in (again(credit), again(assign(other, name)), again(again(credit))):
+        assert torch.equal(made.advantage, credit.advantage)
+        assert torch.equal(made.base, credit.base) and made.rule == credit.rule
+        assert made.diagnostics == credit.diagnostics

@@ -60,6 +60,12 @@ class Credit:
     _rollouts: Rollouts | None = field(default=None, repr=False)
     _measures: Callable[[], Mapping[str, Tensor]] | None = field(default=None, repr=False)
 
+    def __getstate__(self) -> dict[str, Any]:
+        """What is pickled or copied carries the diagnostics themselves, not how to form them."""
+        if self._rollouts is not None:
+            _ = self.diagnostics
+        return self.__dict__ | {"_rollouts": None, "_measures": None}
+
     @cached_property
     def diagnostics(self) -> dict[str, float]:
         """What to watch. Computed when first read (one synchronisation on an accelerator).

@@ -131,6 +131,14 @@ class Rollouts:
         for name, value in values.items():
             object.__setattr__(self, name, value)
 
+    def __getstate__(self) -> dict[str, Any]:
+        """A read-only view cannot be pickled or copied, a plain mapping can."""
+        return self.__dict__ | {"signals": dict(self.signals)}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Put the view back."""
+        self.__dict__.update(state, signals=MappingProxyType(state["signals"]))
+
     @property
     def responses(self) -> int:
         """Number of rows, b."""
@@ -211,7 +219,7 @@ def _as_tensor(value: Any, name: str) -> Tensor:
         return value.detach()
     try:
         return torch.as_tensor(value)
-    except (TypeError, ValueError, RuntimeError) as error:
+    except (TypeError, ValueError, RuntimeError, OverflowError) as error:
         raise InputError(f"Rollouts: {name} cannot be made a tensor: {error}") from error
 
 

@@ -218,3 +218,17 @@ def test_the_module_is_the_command(place: Place):
     assert outcome.err.startswith("tokencredit: methods: unknown method 'gtop'")
     assert outcome.err.count("\n") == 1
     assert place.spawn("--version").code == 0
+
+
+@pytest.mark.parametrize(
+    ("command", "code", "words"),
+    [
+        ("TOKENCREDIT assign - --credit grpo -o out.jsonl <&-", 2, "standard input is closed"),
+        ("TOKENCREDIT methods gtpo >&-", 0, ""),
+        ("TOKENCREDIT methods gtop >&-", 2, "unknown method"),
+    ],
+)
+def test_streams_that_are_closed_from_the_start(place: Place, command: str, code: int, words: str):
+    done = shell(place, command)
+    assert done.returncode == code and words in done.stderr
+    assert "Traceback" not in done.stderr

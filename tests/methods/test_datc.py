@@ -640,3 +640,15 @@ def test_shuffles_differ_between_seeds_and_responses_and_are_fair() -> None:
     agree = (one == two).all(dim=1).float().mean()
     assert abs(float(agree) - 1 / 24) < 0.02
     assert torch.equal(one, weight_of(rollouts, "datc_shuffled", seed=0))
+
+
+@pytest.mark.parametrize("weight_map", MAPS)
+def test_the_smallest_tau_is_as_steep_as_the_bounds_allow(weight_map: str) -> None:
+    """Every tau above 0 is in range, also one whose inverse no float holds."""
+    rollouts = Rollouts(
+        torch.tensor([1.0]), [0], torch.ones(1, 4), base=torch.ones(1),
+        work=torch.tensor([[3.0, 1.0, 0.0, -2.0]]),
+    )  # fmt: skip
+    small = assign(rollouts, DATC(weight_map=weight_map, tau=1e-6)).weight
+    for tau in (1e-39, 1e-300, 5e-324):
+        assert torch.equal(assign(rollouts, DATC(weight_map=weight_map, tau=tau)).weight, small)

@@ -167,3 +167,14 @@ def test_credit_of_another_batch_is_refused():
     for records in ([record()], [record(), record(length=3)]):
         with pytest.raises(InputError, match=r"the credit has shape \[2, 2\], but there are"):
             records_with_credit(records, "x", credit)
+
+
+@pytest.mark.parametrize("field", ["reward", "signals.work"])
+def test_numbers_beyond_float32_are_refused_not_taken_for_unknown(field: str):
+    """Infinite would mean: not scored, unknown. The record says neither."""
+    for value in (1e39, -1e300):
+        more = {"reward": value} if field == "reward" else {"signals": {"work": [None, value]}}
+        with pytest.raises(InputError, match=f"'{field}': {value:g}"):
+            rollouts_from_records([record(), record(**more)])
+    largest = torch.finfo(torch.float32).max
+    assert rollouts_from_records([record(reward=largest)]).rewards.tolist() == [largest]

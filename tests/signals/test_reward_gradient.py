@@ -547,3 +547,19 @@ def test_work_is_the_gradient_through_the_joint_straight_through_graph() -> None
             scores.append(source.score(whole, seen, response, slice(0, 3)))
     slope = (scores[0] - scores[1]) / 2e-5
     torch.testing.assert_close(slope, (w * want * inside).sum(dim=1), rtol=1e-6, atol=1e-9)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_what_the_model_cannot_read_is_refused(family: str) -> None:
+    """Learned positions would fail with an index error, rotary ones would go on in silence."""
+    source = RewardModel(reward_model(family))  # 64 places, VOCABULARY tokens
+    ids, seen, response = rows("right", lengths=(64,))
+    gradients(source, ids, seen, response)
+    longer = [torch.nn.functional.pad(x, (0, 1), value=1) for x in (ids, seen, response)]
+    with pytest.raises(InputError, match="reads 64 tokens at most.* 65"):
+        gradients(source, *longer)
+    longer[1][:, -1] = False  # padding takes no place
+    gradients(source, *longer)
+    ids[0, 3] = VOCABULARY
+    with pytest.raises(InputError, match=f"{VOCABULARY} embeddings.*up to {VOCABULARY}"):
+        gradients(source, ids, seen, response)

@@ -48,7 +48,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
     try:
         code = _dispatch(arguments)
-        sys.stdout.flush()
+        if sys.stdout is not None:  # pyright: ignore[reportUnnecessaryComparison]
+            sys.stdout.flush()
         return code
     except SystemExit as end:  # argparse, after --help
         return end.code if isinstance(end.code, int) else 0

@@ -169,7 +169,8 @@ class DATC(Rule):
         if self.bound == 1.0 or x.numel() == 0:
             return torch.ones_like(x)
         weights = _band if self.weight_map == "band" else _box
-        return weights(x, free, math.log(self.bound), 1 / self.tau)
+        # Float32 holds no inverse of a tau below 3e-39; one of 1e-30 is as steep as any.
+        return weights(x, free, math.log(self.bound), min(1 / self.tau, 1e30))
 
     def _arranged(self, weight: Tensor, d: Tensor, free: Tensor) -> Tensor:
         """Which free token gets which weight: each its own, but for the shuffled control."""

@@ -177,6 +177,8 @@ def open_source(path: str | os.PathLike[str]) -> Generator[Source]:
     """
     name = os.fspath(path)
     if name == "-":
+        if sys.stdin is None:  # pyright: ignore[reportUnnecessaryComparison]
+            _refuse(name, "standard input is closed; name a file")
         yield Source("<stdin>", sys.stdin.buffer, lambda: None)
         return
     if name.endswith(".zst"):

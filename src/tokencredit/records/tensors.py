@@ -71,7 +71,8 @@ def rollouts_from_records(
         signals: the names of the signals to carry. Default: every one that some record has.
 
     Raises:
-        InputError: no records, or some have `success` and some have not.
+        InputError: no records, some have `success` and some have not, or a reward or signal is
+            beyond what float32 holds.
 
     Example:
         >>> records = [
@@ -97,16 +98,13 @@ def rollouts_from_records(
         signals = dict.fromkeys(name for record in records for name in record.signals)
     ids = [record.token_ids for record in records]
     return Rollouts(
-        torch.tensor(
-            [math.nan if record.reward is None else record.reward for record in records],
-            dtype=torch.float64,
-        ).to(torch.float32),
+        _single([math.nan if r.reward is None else r.reward for r in records], "reward"),
         [record.group for record in records],
         _padded([record.mask for record in records], 0, torch.bool),
         success=torch.tensor([bool(r.success) for r in records]) if with_success else None,
         keep=torch.tensor([record.keep is not False for record in records]),
         signals={
-            name: _padded([_signal(record, name) for record in records], math.nan, torch.float32)
+            name: _single(_filled([_signal(r, name) for r in records], math.nan), f"signals.{name}")
             for name in signals
         },
         token_ids=None if None in ids else _padded([i or () for i in ids], 0, torch.int64),
@@ -186,10 +184,26 @@ def _signal(record: Record, name: str) -> list[float]:
     return [math.nan if value is None else value for value in values]
 
 
-def _padded(rows: Sequence[Sequence[float]], padding: float, dtype: torch.dtype) -> Tensor:
+def _single(values: Sequence[Any], field: str) -> Tensor:
+    """In float32; a number that would become infinite there, and then count as unknown, is refused.
+
+    Records hold finite numbers alone.
+    """
+    exact = torch.tensor(values, dtype=torch.float64)
+    single = exact.to(torch.float32)
+    if bool(single.isinf().any()):
+        beyond = float(exact[single.isinf()][0])
+        raise InputError(f"records: field '{field}': {beyond:g} is beyond what float32 holds")
+    return single
+
+
+def _filled(rows: Sequence[Sequence[float]], padding: float) -> list[list[float]]:
     longest = max(map(len, rows))
-    padded = [[*row, *[padding] * (longest - len(row))] for row in rows]
-    return torch.tensor(padded, dtype=dtype).reshape(len(rows), longest)
+    return [[*row, *[padding] * (longest - len(row))] for row in rows]
+
+
+def _padded(rows: Sequence[Sequence[float]], padding: float, dtype: torch.dtype) -> Tensor:
+    return torch.tensor(_filled(rows, padding), dtype=dtype)
 
 
 def _none_for_nan(values: Any) -> Any:

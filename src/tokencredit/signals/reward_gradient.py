@@ -96,6 +96,7 @@ class _Frozen:
         self._embedding: Tensor | None = None
         model.requires_grad_(False)
         model.eval()
+        self._context: int | None = getattr(plain.config, "max_position_embeddings", None)
 
     @property
     def embedding(self) -> Tensor:
@@ -108,6 +109,28 @@ class _Frozen:
         """Input embeddings, with the factor that some tables apply."""
         with torch.no_grad():
             return self._table(ids)
+
+    def check_input(self, input_ids: Tensor, attention_mask: Tensor) -> None:
+        """Refuse what the model cannot read.
+
+        Raises:
+            InputError: token ids that it has no embedding for, or more tokens than its context.
+        """
+        name = f"{type(self).__name__}: {type(inner_model(self.model)).__name__}"
+        seen = attention_mask.bool()
+        largest = int(input_ids.masked_fill(~seen, 0).max()) if input_ids.numel() else 0
+        known = self._table.weight.shape[0]
+        if largest >= known:
+            raise InputError(
+                f"{name} has {known} embeddings, but the policy's tokens go up to {largest}: it has "
+                "another tokenizer, and DATC needs the same one"
+            )
+        longest = int(seen.sum(dim=1).max()) if input_ids.numel() else 0
+        if self._context is not None and longest > self._context > 0:
+            raise InputError(
+                f"{name} reads {self._context} tokens at most, but prompt and response have "
+                f"{longest}: shorten them (max_completion_length), or take a model of longer context"
+            )
 
     def verify(self, input_ids: Tensor, attention_mask: Tensor, *, tolerance: float = 1e-2) -> None:
         """Check on some rows that reading embeddings is reading tokens.
@@ -227,7 +250,9 @@ class GoldAnswer(_Frozen):
     Args:
         model: a transformers causal language model (the reference or initial policy): a copy of
             its own, since it is frozen here.
-        answers: one list of token ids a row, put after the response.
+        answers: one list of token ids a row, put after the response. Inside a trainer, whose rows
+            change from batch to batch: the name of the data set's column that holds them, as
+            token ids or as text.
         checkpointing: as for `RewardModel`.
 
     Example:
@@ -238,11 +263,18 @@ class GoldAnswer(_Frozen):
     """
 
     def __init__(
-        self, model: Any, answers: Sequence[Sequence[int]], *, checkpointing: bool = False
+        self, model: Any, answers: Sequence[Sequence[int]] | str, *, checkpointing: bool = False
     ) -> None:
+        self.column = answers if isinstance(answers, str) else None
+        self.answers: list[list[int]] = []
+        if not isinstance(answers, str):
+            self.set_answers(answers)
+        super().__init__(model, checkpointing)
+
+    def set_answers(self, answers: Sequence[Sequence[int]]) -> None:
+        """The answers of the rows that come next."""
         if any(len(answer) == 0 for answer in answers):
             raise InputError("GoldAnswer: an answer is empty")
-        super().__init__(model, checkpointing)
         self.answers = [list(answer) for answer in answers]
 
     def score(self, embeddings: Tensor, attention: Tensor, response: Tensor, rows: slice) -> Tensor:
@@ -320,8 +352,8 @@ def reward_gradients(
         One `RewardGradient` a micro-batch, in order; ``gradient`` has the width of ``input_ids``.
 
     Raises:
-        InputError: shapes that do not fit, ``path_points`` without ``path``, or a model through
-            which no gradient flows.
+        InputError: shapes that do not fit, ``path_points`` without ``path``, token ids or lengths
+            that the source cannot read, or a model through which no gradient flows.
     """
     b, s = input_ids.shape
     for name, value in (("attention_mask", attention_mask), ("response", response)):
@@ -334,6 +366,8 @@ def reward_gradients(
     if path is not None and path.shape[:2] != (b, s):
         raise InputError(f"reward_gradients: path must have shape [{b}, {s}, e]")
     attention, response = attention_mask.bool(), response.bool() & attention_mask.bool()
+    if isinstance(source, _Frozen):
+        source.check_input(input_ids, attention)
     for start in range(0, b, micro_batch):
         rows = slice(start, min(start + micro_batch, b))
         # A caller's inference mode would leave nothing to differentiate; nor may tensors made in

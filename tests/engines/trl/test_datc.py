@@ -23,7 +23,8 @@ from trl_harness import (
 from tokencredit import InputError, MissingSignalError
 from tokencredit.lab import Countdown, tokenizer_for
 from tokencredit.methods.datc import DATC, DATCRandom, datc_weights_reference
-from tokencredit.signals.reward_gradient import RewardModel
+from tokencredit.signals import alignment_signals, plain_input
+from tokencredit.signals.reward_gradient import GoldAnswer, RewardModel
 
 
 def by_hand(event, temperature=0.7):
@@ -117,6 +118,12 @@ def test_a_reward_model_among_the_rewards_is_run_once():
         (DATCRandom(), {}, MissingSignalError, "work_random"),
         (DATC(), {"reward_model": "from_rewards"}, InputError, "0 of the reward functions"),
         (DATC(), {"reward_model": "/no/such/folder"}, InputError, "/no/such/folder"),
+        (DATC(), {"reward_model": parity}, InputError, "a RewardModel or a GoldAnswer"),
+        (DATC(), {"reward_model": reward_model(), "path_points": 0}, InputError, "path_points"),
+        (DATC(), {"reward_model": reward_model(), "path_points": 1.5}, InputError, "1.5"),
+        (DATC(), {"reward_model": reward_model(), "reward_micro_batch": -1}, InputError, "-1"),
+        (DATC(), {"reward_model": reward_model(), "reward_micro_batch": 0}, InputError, "got 0"),
+        (DATC(), {"reward_model": GoldAnswer(policy(), [[5]] * 24)}, InputError, "column"),
     ],
     ids=str,
 )
@@ -171,3 +178,50 @@ def test_signals_beside_the_reward_model():
     run = Run(DATC(), more={"signals": {"work": work}}).train()
     (event,) = run.events
     assert event.rollouts.signals["work"][0, 0] == event.response_ids[0][0]
+
+
+def test_a_reward_model_that_shares_the_policys_weights_is_refused():
+    """It is frozen: the shared part of the policy would not be trained, and nothing would say so."""
+    model, classifier = policy(), reward_model()
+    classifier.model = model.model
+    with pytest.raises(InputError, match="shares weights with the policy"):
+        Run(DATC(), model=model, more={"reward_model": classifier})
+    assert all(p.requires_grad for p in model.parameters())
+
+
+@pytest.mark.parametrize("kind", ["ids", "text"])
+def test_gold_answers_follow_their_prompts(kind):
+    """Batches are drawn in another order than the data set's: each row has its own answer."""
+    answers = [[3 + i, 4 + i] for i in range(6)]
+    texts = tokenizer_for(TASK).batch_decode(answers)
+    rows = dataset().add_column("answer", answers if kind == "ids" else texts)
+    of_prompt = dict(zip(rows["prompt"], answers, strict=True))
+    reference = policy(3)
+    run = Run(
+        DATC(), prompts=rows, max_steps=2, more={"reward_model": GoldAnswer(reference, "answer")}
+    ).train()
+    seen = []
+    for event in run.events:
+        seen.append(list(dict.fromkeys(event.prompts)))
+        works = event.rollouts.signals["work"]
+        for i in (0, 9, 17):
+            with torch.no_grad():
+                hand = alone(run, event, i, GoldAnswer(reference, [of_prompt[event.prompts[i]]]))
+            if event is run.events[0]:  # later the policy has moved
+                assert torch.allclose(works[i][: len(hand)], hand, rtol=1e-3, atol=1e-6)
+    assert seen[0] != seen[1]
+    missing = {"reward_model": GoldAnswer(policy(3), "anwser")}
+    with pytest.raises(InputError, match="no column 'anwser'.*answer"):
+        Run(DATC(), prompts=rows, more=missing).train()
+
+
+def alone(run, event, i, source):
+    """The work of one response, its row by itself."""
+    prompt, answer = event.prompt_ids[i], event.response_ids[i]
+    ids = torch.tensor([[*prompt, *answer]])
+    mask = torch.ones(1, len(answer), dtype=torch.bool)
+    reward_input = plain_input([prompt], [answer], len(answer))
+    found = alignment_signals(
+        policy(), source, ids, torch.ones_like(ids), mask, reward_input, temperature=0.7
+    )
+    return found.signals["work"][0]

@@ -18,6 +18,10 @@ from tokencredit.errors import InputError, nearest
 
 __all__ = ["checked_reward", "load_rewards", "load_splits", "read_prompts"]
 
+GYM = "reasoning-gym:"
+"""A data set of this name is one of reasoning-gym's tasks, paid by ``tokencredit.lab.gym_reward``."""
+GYM_PROMPTS = 2000
+
 
 def read_prompts(path: str | Path) -> Any:
     """A ``datasets.Dataset`` from a JSON Lines file, one object a line, each with a ``prompt``.
@@ -108,6 +112,14 @@ def load_splits(script: Any, mixture: Any, *, evaluate: bool) -> tuple[Any, Any]
             splits: Any = get_dataset(mixture)
     elif name is None:
         raise InputError("train: no data: set dataset_name (a .jsonl file or a data set) or --lab")
+    elif str(name).startswith(GYM):
+        from tokencredit.lab import gym_dataset
+
+        task = str(name).removeprefix(GYM)
+        splits = {
+            script.dataset_train_split: gym_dataset(task, GYM_PROMPTS, seed=0),
+            script.dataset_test_split: gym_dataset(task, 256, seed=1),
+        }
     elif str(name).endswith((".jsonl", ".json")):
         if evaluate:
             raise InputError(

@@ -72,9 +72,9 @@ class TokenCreditMixin(_Base):
             trainer itself fills in ``entropy`` and ``logprob``.
         on_credit: called with a `CreditEvent` after each assignment, on the main process.
         reward_model: for DATC: the frozen reward model that is differentiated. A transformers
-            sequence classifier, its folder or name, a `RewardModel` or `GoldAnswer` (with options
-            of its own), or ``"from_rewards"``: the one among the reward functions, whose forward
-            pass is then shared.
+            sequence classifier, its folder or name, a `RewardModel` (with options of its own), a
+            `GoldAnswer` (its answers a column of the data set), or ``"from_rewards"``: the one among
+            the reward functions, whose forward pass is then shared.
         reward_tokenizer: the reward model's tokenizer, to render messages in its own chat
             template; without one it reads the policy's tokens as they are.
         path_points: for DATC: average the reward gradient at so many points (`alignment_signals`).
@@ -222,6 +222,7 @@ class TokenCreditMixin(_Base):
         if self._work is None:
             return super()._calculate_rewards(inputs, prompts, completions, completion_ids)
         formed = self._work.form(
+            inputs,
             self.accelerator.unwrap_model(self.model),
             prompts,
             [list(map(int, ids)) for ids in self._generated_prompts],

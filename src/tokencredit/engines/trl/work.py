@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tokencredit.errors import InputError
+from tokencredit.errors import InputError, nearest
 from tokencredit.signals.alignment import (
     EXTRA,
     Alignment,
@@ -117,10 +117,27 @@ class WorkSignals:
                 raise InputError(
                     f"reward_model={reward_model!r}: {' '.join(str(error).split())}"
                 ) from error
+        if path_points != int(path_points) or path_points < 1:
+            raise InputError(f"path_points must be a whole number from 1, got {path_points!r}")
+        if micro_batch is not None and micro_batch < 1:
+            raise InputError(f"reward_micro_batch must be at least 1, got {micro_batch!r}")
         if isinstance(reward_model, nn.Module):
+            _refuse_shared(reward_model, trainer.model)
             reward_model = RewardModel(reward_model)
-        if isinstance(reward_model, RewardModel):
+        for method in ("embed", "score"):
+            if not callable(getattr(reward_model, method, None)):
+                raise InputError(
+                    "reward_model must be a transformers sequence classifier, its name or folder, "
+                    f"{FROM_REWARDS!r}, a RewardModel or a GoldAnswer, got {reward_model!r}"
+                )
+        if isinstance(reward_model, RewardModel | GoldAnswer):
+            _refuse_shared(reward_model.model, trainer.model)
             reward_model.model.to(trainer.accelerator.device)
+        if isinstance(reward_model, GoldAnswer) and reward_model.column is None:
+            raise InputError(
+                "reward_model: a trainer's rows change from batch to batch: give GoldAnswer the "
+                "name of the data set's column of answers in place of a list"
+            )
         args = trainer.args
         if args.top_p < 1.0 or (args.top_k or 0) > 0 or (args.min_p or 0.0) > 0:
             logger.warning(
@@ -138,8 +155,26 @@ class WorkSignals:
             temperature=trainer.temperature,
         )
 
+    def _set_answers(self, rows: list[Any]) -> None:
+        """Give a `GoldAnswer` the answers of these rows of the data set."""
+        if not isinstance(self.source, GoldAnswer) or self.source.column is None:
+            return
+        column = self.source.column
+        if rows and column not in rows[0]:
+            raise InputError(
+                f"GoldAnswer: the data set has no column {column!r}{nearest(column, rows[0])}"
+            )
+        answers: list[Any] = [row[column] for row in rows]
+        self.source.set_answers(
+            [
+                self.tokenizer.encode(a, add_special_tokens=False) if isinstance(a, str) else a
+                for a in answers
+            ]
+        )
+
     def form(
         self,
+        rows: list[Any],
         policy: Any,
         prompts: list[Any],
         prompt_ids: list[list[int]],
@@ -147,6 +182,7 @@ class WorkSignals:
         device: torch.device,
     ) -> Alignment:
         """Score a batch and form its signals; kept in ``last`` until `take`."""
+        self._set_answers(rows)
         ids, attention, mask = _batch(prompt_ids, response_ids, self.tokenizer.pad_token_id, device)
         reward_input = self._input(prompts, prompt_ids, response_ids, mask.shape[1], device)
         if not self._verified:
@@ -211,6 +247,16 @@ class WorkSignals:
                 self.reward_tokenizer, prompts, response_ids, width, pad=pad, device=device
             )
         return plain_input(prompt_ids, response_ids, width, pad=pad, device=device)
+
+
+def _refuse_shared(model: Any, policy: Any) -> None:
+    """The reward model is frozen: where it shares the policy's weights, those would be too."""
+    own = {id(p) for p in policy.parameters()}
+    if any(id(p) in own for p in model.parameters()):
+        raise InputError(
+            "reward_model shares weights with the policy, which are frozen in it and then would "
+            "not be trained: give it a copy"
+        )
 
 
 def _batch(

@@ -409,8 +409,8 @@ def _statistics(
         noise = torch.randn(
             gradient.shape, generator=generator, device=gradient.device, dtype=gradient.dtype
         )
-        length = gradient.norm(dim=-1, keepdim=True)
-        noise = noise * (length / noise.norm(dim=-1, keepdim=True).clamp(min=1e-30))
+        length = gradient.square().sum(dim=-1, keepdim=True).sqrt()
+        noise = noise * (length / noise.square().sum(dim=-1, keepdim=True).sqrt().clamp(min=1e-30))
         values["work_random"] = ask(("work",), noise)["work"]
     if "grad_x_input" in want:
         own = embedding[part.targets.clamp(0, embedding.shape[0] - 1)].float()

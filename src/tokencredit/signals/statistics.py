@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, fields
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, cast
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -143,7 +143,7 @@ def token_statistics(
     n, v = _check_shapes(hidden, head, targets, bias, temperature, vocabulary_mask, reward)
     if impl not in ("auto", "tiles", "reference"):
         raise InputError(f"token_statistics: impl must be auto, tiles or reference, got {impl!r}")
-    given = [hidden, head, *([] if reward is None else reward)]
+    given: tuple[Tensor, ...] = (hidden, head, *(reward or ()))
     double = impl == "reference" or any(t.dtype == torch.float64 for t in given)
     dtype = torch.float64 if double else torch.float32
     rows, columns = _tile(chunk, n, v)
@@ -377,16 +377,13 @@ def _by_tiles(
         sums = _collect(hidden, targets, top, gradient if need_reward else None, embedding, tile)
         found = _close(sums, names)
     if differentiable and any(name in DIFFERENTIABLE for name in names):
-        logprob, entropy = _Differentiable.apply(  # pyright: ignore[reportUnknownVariableType]
-            hidden, top.weight, top.bias, targets, top, sums, tile
+        values = cast(
+            "tuple[Tensor, Tensor]",
+            _Differentiable.apply(hidden, top.weight, top.bias, targets, top, sums, tile),
         )
-        found.update(
-            {
-                name: value
-                for name, value in (("logprob", logprob), ("entropy", entropy))
-                if name in names
-            }
-        )
+        for name, value in zip(DIFFERENTIABLE, values, strict=True):
+            if name in names:
+                found[name] = value
     return found
 
 
@@ -675,18 +672,20 @@ def _reference(
         "entropy": -(p * log_p.masked_fill(p == 0, 0.0)).sum(dim=1),
         "logsumexp": log_sum.detach(),
         "sum_p2": (p * p).sum(dim=1).detach(),
-        "update_norm": k.norm(dim=1),
+        "update_norm": k.square().sum(dim=1).sqrt(),
     }
     if gradient is not None and embedding is not None:
         u = gradient.detach().double() @ embedding.detach().double().t()
         q = p.detach()
         g = q * (u - (q * u).sum(dim=1, keepdim=True))
-        work, norms = (g * k).sum(dim=1), g.norm(dim=1) * k.norm(dim=1)
+        work, force = (g * k).sum(dim=1), g.square().sum(dim=1).sqrt()
+        length = found["update_norm"]
+        norms = force * length
         found |= {
             "work": work,
-            "projection": torch.where(k.norm(dim=1) > 0, work / k.norm(dim=1), 0.0),
+            "projection": torch.where(length > 0, work / length, 0.0),
             "cosine": torch.where(norms > 0, work / norms, 0.0),
             "natural": (u * k).sum(dim=1),
-            "reward_norm": g.norm(dim=1),
+            "reward_norm": force,
         }
     return {name: found[name] for name in names}

@@ -19,7 +19,7 @@ from tokencredit.errors import InputError, nearest
 __all__ = ["checked_reward", "load_rewards", "load_splits", "read_prompts"]
 
 GYM = "reasoning-gym:"
-"""A data set of this name is one of reasoning-gym's tasks, paid by ``tokencredit.lab.gym_reward``."""
+"""Data sets of this name are reasoning-gym's tasks, paid by ``tokencredit.lab.gym_reward``."""
 GYM_PROMPTS = 2000
 
 

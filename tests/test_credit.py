@@ -181,3 +181,48 @@ def test_rollouts_and_credit_survive_pickling_and_copying(name: str, again: Any)
         assert torch.equal(made.advantage, credit.advantage)
         assert torch.equal(made.base, credit.base) and made.rule == credit.rule
         assert made.diagnostics == credit.diagnostics
+
+
+def test_rules_that_are_written_wrongly_are_told_how() -> None:
+    class Undecorated(Rule):
+        name = "undecorated"
+        factor: float = option(1.0, "a factor")
+
+        def credit(self, rollouts: Rollouts) -> Credit:
+            raise AssertionError
+
+    @dataclasses.dataclass(frozen=True)
+    class Named(Rule):
+        name = "named"
+        needs = "entropy"  # pyright: ignore[reportAssignmentType]
+
+        def credit(self, rollouts: Rollouts) -> Credit:
+            raise AssertionError
+
+    for rule, words in ((Undecorated, "@dataclass"), (Named, "a tuple of names")):
+        for make in (rule, lambda rule=rule: register(rule)):
+            with pytest.raises(InputError, match=words):
+                make()
+    assert not {"undecorated", "named"} & set(methods())
+
+    @dataclasses.dataclass(frozen=True)
+    class Wrong(Rule):
+        name = "wrong"
+
+        def credit(self, rollouts: Rollouts) -> Any:
+            return None
+
+    with pytest.raises(InputError, match="wrong: the rule returned NoneType"):
+        assign(ROLLOUTS, Wrong())
+
+
+@pytest.mark.parametrize(
+    ("part", "shape"),
+    [("advantage", [3]), ("base", [5, 3]), ("reward", [3]), ("weight", [5]), ("dropped", [1])],
+)
+def test_finish_refuses_shapes_that_do_not_fit(part: str, shape: list[int]) -> None:
+    parts: dict[str, Any] = {"advantage": torch.ones(5, 3), "base": torch.ones(5)}
+    value = torch.ones(shape, dtype=torch.bool if part == "dropped" else None)
+    message = rf"{part} must have shape .* got \[{', '.join(map(str, shape))}\]"
+    with pytest.raises(InputError, match=message):
+        finish(ROLLOUTS, methods()["grpo"].rule(), **parts | {part: value})

@@ -113,7 +113,23 @@ def finish(
         masked: the rule promises that its ``[b, t]`` values are 0 outside ``rollouts.live``
             (weights: 1) and gives them away: ``advantage`` is finished in place.
         measures: the rule's own diagnostics, computed when first read.
+
+    Raises:
+        InputError: a shape that does not fit the rollouts.
     """
+    b, t = rollouts.mask.shape
+    for name, value, shapes in (
+        ("advantage", advantage, ([b, t], [b])),
+        ("base", base, ([b],)),
+        ("reward", reward, ([b, t], [b])),
+        ("weight", weight, ([b, t],)),
+        ("dropped", dropped, ([b],)),
+    ):
+        if value is not None and list(value.shape) not in shapes:
+            raise InputError(
+                f"{rule.name}: finish: {name} must have shape "
+                f"{' or '.join(map(str, shapes))}, got {list(value.shape)}"
+            )
     in_loss = rollouts.real & rollouts.keep
     if dropped is not None:
         in_loss = in_loss & ~dropped
@@ -213,6 +229,11 @@ def assign(rollouts: Rollouts, rule: str | Rule, **options: Any) -> Credit:
                 f"{resolved.name}: the rollouts have no signal {name!r} ({how})"
             )
     credit = resolved.credit(rollouts)
+    if not isinstance(credit, Credit):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise InputError(
+            f"{resolved.name}: the rule returned {type(credit).__name__}, not a Credit: end its "
+            "`credit` by `return finish(...)`"
+        )
     if credit.advantage.shape != rollouts.mask.shape:
         raise InputError(
             f"{resolved.name}: the rule returned advantages of shape "

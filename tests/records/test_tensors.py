@@ -174,7 +174,7 @@ def test_numbers_beyond_float32_are_refused_not_taken_for_unknown(field: str):
     """Infinite would mean: not scored, unknown. The record says neither."""
     for value in (1e39, -1e300):
         more = {"reward": value} if field == "reward" else {"signals": {"work": [None, value]}}
-        with pytest.raises(InputError, match=f"'{field}': {value:g}"):
+        with pytest.raises(InputError, match=f"'{field}': .* is beyond"):
             rollouts_from_records([record(), record(**more)])
     largest = torch.finfo(torch.float32).max
     assert rollouts_from_records([record(reward=largest)]).rewards.tolist() == [largest]

@@ -556,7 +556,7 @@ def test_what_the_model_cannot_read_is_refused(family: str) -> None:
     ids, seen, response = rows("right", lengths=(64,))
     gradients(source, ids, seen, response)
     longer = [torch.nn.functional.pad(x, (0, 1), value=1) for x in (ids, seen, response)]
-    with pytest.raises(InputError, match="reads 64 tokens at most.* 65"):
+    with pytest.raises(InputError, match=r"reads 64 tokens at most.* 65"):
         gradients(source, *longer)
     longer[1][:, -1] = False  # padding takes no place
     gradients(source, *longer)

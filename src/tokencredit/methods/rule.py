@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from dataclasses import MISSING, dataclass, field, fields
+from dataclasses import MISSING, Field, dataclass, field, fields
 from typing import TYPE_CHECKING, Any, ClassVar, cast, get_args, get_origin, get_type_hints
 
 from tokencredit.errors import InputError, nearest
@@ -107,6 +107,11 @@ class Rule(ABC):
 
     def __post_init__(self) -> None:
         """Check every option against its declared type, range and choices."""
+        cls = type(self)
+        if any(isinstance(v, Field) for c in cls.__mro__ for v in vars(c).values()):
+            raise InputError(f"{cls.__name__}: a rule with options is a @dataclass(frozen=True)")
+        if isinstance(self.needs, str):
+            raise InputError(f"{cls.__name__}: needs must be a tuple of names, got {self.needs!r}")
         for spec in self.option_list():
             value = _coerce(getattr(self, spec.name), spec, self.name)
             object.__setattr__(self, spec.name, value)

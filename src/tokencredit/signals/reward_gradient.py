@@ -122,14 +122,14 @@ class _Frozen:
         known = self._table.weight.shape[0]
         if largest >= known:
             raise InputError(
-                f"{name} has {known} embeddings, but the policy's tokens go up to {largest}: it has "
-                "another tokenizer, and DATC needs the same one"
+                f"{name} has {known} embeddings, but the policy's tokens go up to {largest}: it "
+                "has another tokenizer, and DATC needs the same one"
             )
         longest = int(seen.sum(dim=1).max()) if input_ids.numel() else 0
         if self._context is not None and longest > self._context > 0:
             raise InputError(
                 f"{name} reads {self._context} tokens at most, but prompt and response have "
-                f"{longest}: shorten them (max_completion_length), or take a model of longer context"
+                f"{longest}: shorten them (max_completion_length), or take one that reads more"
             )
 
     def verify(self, input_ids: Tensor, attention_mask: Tensor, *, tolerance: float = 1e-2) -> None:

@@ -181,7 +181,7 @@ def test_signals_beside_the_reward_model():
 
 
 def test_a_reward_model_that_shares_the_policys_weights_is_refused():
-    """It is frozen: the shared part of the policy would not be trained, and nothing would say so."""
+    """It is frozen: the shared part of the policy would not be trained, in silence."""
     model, classifier = policy(), reward_model()
     classifier.model = model.model
     with pytest.raises(InputError, match="shares weights with the policy"):
@@ -211,8 +211,12 @@ def test_gold_answers_follow_their_prompts(kind):
                 assert torch.allclose(works[i][: len(hand)], hand, rtol=1e-3, atol=1e-6)
     assert seen[0] != seen[1]
     missing = {"reward_model": GoldAnswer(policy(3), "anwser")}
-    with pytest.raises(InputError, match="no column 'anwser'.*answer"):
+    with pytest.raises(InputError, match=r"no column 'anwser'.*answer"):
         Run(DATC(), prompts=rows, more=missing).train()
+    for odd in (None, 7.0):
+        numbers = {"prompts": dataset().add_column("answer", [odd] * 6)}
+        with pytest.raises(InputError, match="'answer' must hold text or lists of token ids"):
+            Run(DATC(), more={"reward_model": GoldAnswer(policy(3), "answer")}, **numbers).train()
 
 
 def alone(run, event, i, source):
@@ -225,3 +229,12 @@ def alone(run, event, i, source):
         policy(), source, ids, torch.ones_like(ids), mask, reward_input, temperature=0.7
     )
     return found.signals["work"][0]
+
+
+def test_unknown_values_of_a_users_signal_may_be_none():
+    def work(completion_ids, **_):
+        return [[None, *(float(t) for t in ids[1:])] for ids in completion_ids]
+
+    (event,) = Run(DATC(), more={"signals": {"work": work}}).train().events
+    first = event.rollouts.signals["work"][:, 0]
+    assert first.isnan().all() and (event.credit.weight[:, 0] == 1).all()

@@ -7,11 +7,12 @@ import pytest
 import torch
 import trl
 from trl import GRPOTrainer
-from trl_harness import CASES, Run, config, recommended
+from trl_harness import CASES, TASK, Run, config, dataset, parity, policy, recommended
 
 from tokencredit import DAPO, GRPO, GRPO_S, GTPO, InputError, Recipe, Rule, Surrogate, finish
 from tokencredit.engines.trl import CreditGRPOTrainer, TokenCreditMixin, apply_requirements
 from tokencredit.engines.trl.guards import check_trainer, check_versions, recommended_config
+from tokencredit.lab import tokenizer_for
 
 
 def test_a_sequence_ratio_averages_token_credit_away_and_is_refused():
@@ -172,3 +173,15 @@ def test_losses_of_one_advantage_a_response_are_warned_of(caplog, loss_type):
 def test_the_off_policy_mask_is_warned_of(caplog):
     apply_requirements(config(off_policy_mask_threshold=0.5), GTPO())
     assert "off_policy_mask_threshold masks the negative tokens" in caplog.text
+
+
+def test_the_users_configuration_stays_as_it_is():
+    """The same one may be given to another trainer, where the rule's requirements mean nothing."""
+    args = config()
+    shared = {"model": policy(), "reward_funcs": parity, "train_dataset": dataset(), "args": args}
+    shared["processing_class"] = tokenizer_for(TASK)
+    trainer = CreditGRPOTrainer(**shared, credit=GRPO_S())
+    assert trainer.importance_sampling_level == trainer.args.importance_sampling_level == "sequence"
+    assert args.importance_sampling_level == "token"
+    assert GRPOTrainer(**shared).importance_sampling_level == "token"
+    assert CreditGRPOTrainer(**shared, credit=GTPO()).args is args

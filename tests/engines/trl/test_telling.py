@@ -6,7 +6,7 @@ import pytest
 import torch
 from trl_harness import ROWS, Run, fixed_rollouts, parity, recommended
 
-from tokencredit import InputError
+from tokencredit import GTPO, InputError
 
 
 def test_the_diagnostics_are_logged():
@@ -121,3 +121,16 @@ def test_conversations():
     (event,) = run.events
     assert event.prompts[0][0]["role"] == "user"
     assert event.responses[0][0]["role"] == "assistant"
+
+
+def test_what_a_listener_does_to_its_event_is_not_training():
+    plain = Run(GTPO()).train()
+    changed = Run(GTPO())
+
+    def spoil(event):
+        event.credit.advantage.zero_()
+        event.rollouts.mask.zero_()
+
+    changed.trainer.on_credit.append(spoil)
+    changed.train()
+    assert changed.log[0]["grad_norm"] == plain.log[0]["grad_norm"] > 0

@@ -8,7 +8,9 @@ subclasses and that the first step checks.
 
 from __future__ import annotations
 
+import copy
 import logging
+import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
@@ -68,13 +70,13 @@ class TokenCreditMixin(_Base):
         entropy_source: ``auto`` reuses the old-log-probability pass when TRL runs one, else runs
             one pass without gradient; ``old_logprobs`` and ``forward`` force either.
         signals: further token signals by name, for rules that need them: called like a reward
-            function, each returns one list of numbers a response, one number a token. The
-            trainer itself fills in ``entropy`` and ``logprob``.
+            function, each returns one list of numbers a response, one number a token, None where it
+            is unknown. The trainer itself fills in ``entropy`` and ``logprob``.
         on_credit: called with a `CreditEvent` after each assignment, on the main process.
         reward_model: for DATC: the frozen reward model that is differentiated. A transformers
             sequence classifier, its folder or name, a `RewardModel` (with options of its own), a
-            `GoldAnswer` (its answers a column of the data set), or ``"from_rewards"``: the one among
-            the reward functions, whose forward pass is then shared.
+            `GoldAnswer` (its answers a column of the data set), or ``"from_rewards"``: the one
+            among the reward functions, whose forward pass is then shared.
         reward_tokenizer: the reward model's tokenizer, to render messages in its own chat
             template; without one it reads the policy's tokens as they are.
         path_points: for DATC: average the reward gradient at so many points (`alignment_signals`).
@@ -95,7 +97,7 @@ class TokenCreditMixin(_Base):
         credit: Rule | str | None = None,
         success_from: str | None = None,
         entropy_source: EntropySource = "auto",
-        signals: Mapping[str, Callable[..., Sequence[Sequence[float]]]] | None = None,
+        signals: Mapping[str, Callable[..., Sequence[Sequence[float | None]]]] | None = None,
         on_credit: Sequence[Callable[[CreditEvent], None]] = (),
         reward_model: Any = None,
         reward_tokenizer: Any = None,
@@ -140,7 +142,12 @@ class TokenCreditMixin(_Base):
                     f"{self.credit_rule.name}: needs the signal {name!r}; give the trainer a "
                     f"function for it: signals={{{name!r}: ...}}"
                 )
-        for line in apply_requirements(self.args, self.credit_rule):
+        # On a copy: the user may give the same configuration to another trainer.
+        required = copy.copy(self.args)
+        lines = apply_requirements(required, self.credit_rule)
+        if lines:
+            self.args = required
+        for line in lines:
             if self.accelerator.is_main_process:
                 logger.info("tokencredit: %s", line)
         self.importance_sampling_level = self.args.importance_sampling_level
@@ -300,12 +307,12 @@ class TokenCreditMixin(_Base):
         for name, value in credit.diagnostics.items():
             self._metrics[mode][f"credit/{name}"].append(value)
         self._show_in_completions(credit, whole_mask)
-        self._tell(output, scored, rollouts, credit, all_truncated, source, mode)
-
         b, t = mask.shape
         rows = slice(self.accelerator.process_index * b, (self.accelerator.process_index + 1) * b)
-        output["advantages"] = credit.advantage[rows, :t].contiguous()
+        # A copy: what a listener does to its event is not training.
+        output["advantages"] = credit.advantage[rows, :t].clone()
         self._exclude(output, (~rollouts.keep | (rollouts.real & ~credit.in_loss))[rows])
+        self._tell(output, scored, rollouts, credit, all_truncated, source, mode)
         return output
 
     def _ends(self) -> Tensor:
@@ -394,7 +401,7 @@ class TokenCreditMixin(_Base):
     def _ask_signal(
         self,
         name: str,
-        function: Callable[..., Sequence[Sequence[float]]],
+        function: Callable[..., Sequence[Sequence[float | None]]],
         scored: dict[str, Any],
         output: dict[str, Any],
     ) -> Tensor:
@@ -418,7 +425,8 @@ class TokenCreditMixin(_Base):
                 raise InputError(
                     f"signal {name!r}, response {i}: one number a token, {len(ids)}, got {len(row)}"
                 )
-            rows.append([*row, *([0.0] * (t - len(row)))])
+            known = [math.nan if value is None else float(value) for value in row]
+            rows.append(known + [0.0] * (t - len(row)))
         return torch.tensor(rows, dtype=torch.float32, device=output["completion_ids"].device)
 
     def _get_per_token_logps_and_entropies(self, model: Any, *args: Any, **kwargs: Any) -> Any:

@@ -165,6 +165,12 @@ class WorkSignals:
                 f"GoldAnswer: the data set has no column {column!r}{nearest(column, rows[0])}"
             )
         answers: list[Any] = [row[column] for row in rows]
+        for answer in answers:
+            if not isinstance(answer, str | list):
+                raise InputError(
+                    f"GoldAnswer: column {column!r} must hold text or lists of token ids, got "
+                    f"{answer!r}"
+                )
         self.source.set_answers(
             [
                 self.tokenizer.encode(a, add_special_tokens=False) if isinstance(a, str) else a

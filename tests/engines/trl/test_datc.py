@@ -238,3 +238,32 @@ def test_unknown_values_of_a_users_signal_may_be_none():
     (event,) = Run(DATC(), more={"signals": {"work": work}}).train().events
     first = event.rollouts.signals["work"][:, 0]
     assert first.isnan().all() and (event.credit.weight[:, 0] == 1).all()
+
+
+def test_a_reward_model_that_reads_other_tokens_is_pointed_out(caplog):
+    """Prompt and response run together as one text: hardly a token has a counterpart."""
+    with caplog.at_level(logging.WARNING, "tokencredit"):
+        run = Run(
+            DATC(),
+            more={
+                "reward_model": "from_rewards",
+                "reward_processing_classes": [tokenizer_for(TASK), None],
+            },
+            reward_funcs=[reward_model(), parity],
+            max_steps=2,
+        ).train()
+    assert run.log[0]["credit/coverage"] < 0.5
+    assert caplog.text.count("have a counterpart") == 1
+
+
+def test_a_tokenizer_that_is_not_known_is_pointed_out_and_one_that_lies_beside_is_checked(
+    tmp_path, caplog
+):
+    with caplog.at_level(logging.WARNING, "tokencredit"):
+        Run(DATC(), more={"reward_model": reward_model()})
+    assert "reward_tokenizer" in caplog.text
+    reward_model().save_pretrained(tmp_path)
+    tokenizer_for(Countdown()).save_pretrained(tmp_path)
+    loaded = type(reward_model()).from_pretrained(tmp_path)
+    with pytest.raises(InputError, match="another tokenizer"):
+        Run(DATC(), more={"reward_model": loaded})

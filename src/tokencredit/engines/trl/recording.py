@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from dataclasses import asdict
 from typing import Any
 
 import tokencredit
@@ -100,7 +99,7 @@ class RolloutRecorder:
         ]
         rule = event.credit.rule
         assert rule is not None
-        about = {"options": asdict(rule), "version": tokencredit.__version__}
+        about = {"options": rule.options(), "version": tokencredit.__version__}
         return records_with_credit(plain, rule.name, event.credit, meta=about)
 
 

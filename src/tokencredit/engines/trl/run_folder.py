@@ -17,6 +17,11 @@ from tokencredit.records import truncate_after_step
 
 __all__ = ["RunFolder", "broken_weights", "next_folder", "numbered_folders"]
 
+try:
+    import fcntl
+except ImportError:  # Windows has no such locks
+    fcntl = None
+
 PARTS = ("config.yaml", "metrics.jsonl", "rollouts.jsonl")
 
 
@@ -38,6 +43,32 @@ class RunFolder:
         self.report = self.path / "report.md"
         self.error = self.path / "error.log"
         self._made: list[Path] = []
+        self._claim: int | None = None
+
+    def claim(self) -> None:
+        """Keep other processes out of the folder until `release` or the end of this one.
+
+        Raises:
+            InputError: another process is training into it.
+        """
+        if fcntl is None:
+            return
+        self._claim = os.open(self.path, os.O_RDONLY)
+        try:
+            fcntl.flock(self._claim, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            self.release()
+            raise InputError(
+                f"output_dir {self.path}: another process is training into it; name another folder"
+            ) from None
+        except OSError:
+            self.release()  # a file system without locks
+
+    def release(self) -> None:
+        """Let others in."""
+        if self._claim is not None:
+            os.close(self._claim)
+            self._claim = None
 
     def holds_a_run(self) -> bool:
         """Whether anything of a run is there."""

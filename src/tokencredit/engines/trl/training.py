@@ -118,6 +118,7 @@ def train(argv: Sequence[str]) -> RunFolder:
             f"{type(error).__name__}: {' '.join(str(error).split())} ({where})"
         ) from error
     finally:
+        folder.release()
         if torch.distributed.is_available() and torch.distributed.is_initialized():
             torch.distributed.destroy_process_group()
     return folder
@@ -187,6 +188,7 @@ def _prepare(argv: list[str]) -> tuple[TrainArguments, RunFolder]:
         else:
             folder.open_next()
             arguments.training.output_dir = str(folder.path)
+        folder.claim()
     return arguments, folder
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Collection
 from typing import Any
@@ -36,6 +37,9 @@ FROM_REWARDS = "from_rewards"
 """As ``reward_model``: the reward model that is among the trainer's reward functions."""
 WORK_SIGNALS = tuple(name for name in (*STATISTICS, *EXTRA) if name not in ("logprob", "entropy"))
 """Signals that need the reward model (or, some of them, only the policy's statistics)."""
+
+LITTLE = 0.5
+"""A share of tokens with a usable gradient below which the user is told."""
 
 
 class WorkSignals:
@@ -76,6 +80,7 @@ class WorkSignals:
         self.temperature = temperature
         self.last: Alignment | None = None
         self._verified = False
+        self._warned = False
         self._structural: dict[int, bool] = {}
 
     @staticmethod
@@ -138,6 +143,8 @@ class WorkSignals:
                 "reward_model: a trainer's rows change from batch to batch: give GoldAnswer the "
                 "name of the data set's column of answers in place of a list"
             )
+        if reward_tokenizer is None and isinstance(reward_model, RewardModel):
+            reward_tokenizer = _own_tokenizer(reward_model.model)
         args = trainer.args
         if args.top_p < 1.0 or (args.top_k or 0) > 0 or (args.min_p or 0.0) > 0:
             logger.warning(
@@ -208,7 +215,20 @@ class WorkSignals:
             micro_batch=self.micro_batch,
             path_points=self.path_points,
         )
+        self._say_if_blind(self.last, mask)
         return self.last
+
+    def _say_if_blind(self, found: Alignment, mask: Tensor) -> None:
+        """Point out, once, that most tokens say nothing to the reward model."""
+        finite = 1 - found.non_finite / max(mask.shape[0], 1)
+        share = finite * (1 - found.unmapped / max(int(mask.sum()), 1))
+        if share < LITTLE and not self._warned:
+            self._warned = True
+            logger.warning(
+                "tokencredit: only %.0f %% of the tokens have a counterpart with a finite gradient "
+                "in what the reward model reads; the others keep weight 1 (credit/coverage)",
+                100 * share,
+            )
 
     def take(self, completion_ids: Tensor, ends: Tensor) -> dict[str, Tensor]:
         """The formed signals at the width of TRL's tensors, and which tokens to freeze."""
@@ -263,6 +283,21 @@ def _refuse_shared(model: Any, policy: Any) -> None:
             "reward_model shares weights with the policy, which are frozen in it and then would "
             "not be trained: give it a copy"
         )
+
+
+def _own_tokenizer(model: Any) -> Any:
+    """The tokenizer that lies beside a model given as an object, if one does."""
+    from transformers import AutoTokenizer
+
+    name = getattr(model.config, "_name_or_path", "")
+    if name:
+        with contextlib.suppress(OSError, ValueError):
+            return AutoTokenizer.from_pretrained(name, local_files_only=True)
+    logger.warning(
+        "tokencredit: the reward model's tokenizer is not known, so it is taken to be the policy's "
+        "and reads its tokens as they are; give it by reward_tokenizer=..."
+    )
+    return None
 
 
 def _batch(

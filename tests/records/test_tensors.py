@@ -178,3 +178,14 @@ def test_numbers_beyond_float32_are_refused_not_taken_for_unknown(field: str):
             rollouts_from_records([record(), record(**more)])
     largest = torch.finfo(torch.float32).max
     assert rollouts_from_records([record(reward=largest)]).rewards.tolist() == [largest]
+
+
+def test_every_rule_with_a_batch_scope_says_so():
+    from tokencredit import GRPO, GRPO_S, GTPO, methods
+
+    assert GRPO(scale="batch").whole_batch and not GRPO().whole_batch
+    assert GTPO(normalise_over="batch").whole_batch and GRPO_S(share_over="batch").whole_batch
+    for method in methods().values():
+        for option in method.options:
+            if option.choices and "batch" in option.choices:
+                assert method.rule(**{option.name: "batch"}).whole_batch, (method.name, option.name)

@@ -133,7 +133,8 @@ class Rule(ABC):
     def whole_batch(self) -> bool:
         """Whether some statistic runs over the whole batch rather than one prompt's group."""
         return any(
-            getattr(self, name, "group") == "batch" for name in ("normalise_over", "share_over")
+            getattr(self, name, "group") == "batch"
+            for name in ("normalise_over", "share_over", "scale")
         )
 
     def options(self) -> dict[str, Any]:

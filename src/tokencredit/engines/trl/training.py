@@ -357,7 +357,10 @@ def _run(arguments: TrainArguments, folder: RunFolder) -> None:
     trainer.add_callback(Progress())
     trainer.add_callback(MetricsFile(folder.metrics))
     if arguments.record_every and rule is not None:
-        meta = {"model": str(what), "temperature": training.temperature}
+        meta: dict[str, Any] = {"model": str(what), "temperature": training.temperature}
+        vocabulary = getattr(trainer.model.config, "vocab_size", None)
+        if vocabulary is not None:
+            meta["vocab_size"] = vocabulary
         tokenizer = getattr(trainer.processing_class, "tokenizer", trainer.processing_class)
         trainer.on_credit.append(
             RolloutRecorder(folder.rollouts, tokenizer, every=arguments.record_every, meta=meta)

@@ -13,6 +13,7 @@ PACKAGES = (
     "tokencredit.engines.trl",
     "tokencredit.records",
     "tokencredit.signals",
+    "tokencredit.compare",
     "tokencredit.doctor",
     "tokencredit.lab",
 )

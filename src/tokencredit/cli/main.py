@@ -22,6 +22,8 @@ __all__ = ["entry_point", "main"]
 VERBS: dict[str, tuple[str, str]] = {
     "train": ("train", "train a language model with GRPO and token-level credit, through TRL"),
     "assign": ("assign", "add a method's credit to a file of recorded rollouts"),
+    "compare": ("compare", "what several methods would do to the same rollouts"),
+    "doctor": ("doctor", "say what is wrong with a file of recorded rollouts"),
     "methods": ("methods", "list the methods, or explain one"),
     "lab": ("lab", "list or build the embedded tasks and policies"),
     "env": ("env", "versions and devices, for bug reports"),
@@ -48,7 +50,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
     try:
         code = _dispatch(arguments)
-        if sys.stdout is not None:  # pyright: ignore[reportUnnecessaryComparison]
+        if sys.stdout:  # None where it is closed from the start
             sys.stdout.flush()
         return code
     except SystemExit as end:  # argparse, after --help

@@ -71,7 +71,9 @@ class WorkSignals:
         if reward_tokenizer is not None:
             check_same_tokenizer(policy_tokenizer, reward_tokenizer)
         self.source = source
-        self.want = tuple(dict.fromkeys([*(n for n in needs if n in WORK_SIGNALS), "logprob"]))
+        self.want = tuple(
+            dict.fromkeys([*(n for n in needs if n in WORK_SIGNALS), "logprob", "entropy"])
+        )
         self.tokenizer = policy_tokenizer
         self.reward_tokenizer = reward_tokenizer
         self.column = column

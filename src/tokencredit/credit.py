@@ -84,7 +84,7 @@ class Credit:
         if self._measures is not None:
             measures.update(self._measures())
         stacked = torch.stack([v.detach().to(torch.float32).reshape(()) for v in measures.values()])
-        values = cast("list[float]", stacked.tolist())
+        values = cast("list[float]", (stacked + 0.0).tolist())  # no -0
         return dict(zip(measures, values, strict=True))
 
 

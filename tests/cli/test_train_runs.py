@@ -103,10 +103,13 @@ def test_the_environment_of_a_trl_yaml_is_set_and_kept(
 def test_what_a_paper_recommends_is_applied_where_the_user_is_silent(place: Place):
     outcome = place.train("--credit", "dapo", epsilon_high=0.25)
     assert outcome.code == 0, outcome.err
-    assert "mask_truncated_completions=True (recommended by" in outcome.out
+    (said,) = [line for line in outcome.out.splitlines() if "recommended by" in line]
+    assert "mask_truncated_completions=True" in said and "loss_type=dapo" in said
     assert "epsilon_high=" not in outcome.out
     config = config_of(place)
     assert config["mask_truncated_completions"] is True
+    # Also where TRL's default happens to be the same: another release may have another one.
+    assert config["loss_type"] == "dapo" and config["epsilon"] == 0.2 and config["beta"] == 0.0
     assert config["epsilon_high"] == 0.25
 
 

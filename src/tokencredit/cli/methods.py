@@ -24,7 +24,8 @@ def run(argv: list[str]) -> int:
         for name, method in known.items():
             if method.rule.control_of:
                 continue
-            needs = f"  (needs {', '.join(method.needs)})" if method.needs else ""
+            signals = ", ".join(method.needs)
+            needs = f"  (reads the signal {signals})" if signals else ""
             print(f"{name:<{width}}  {method.title}  {method.paper}{needs}")
         controls = [name for name, method in known.items() if method.rule.control_of]
         if controls:
@@ -50,7 +51,7 @@ def _explain(method: Method) -> str:
         + (", truncated responses out of the loss" if method.recipe.mask_truncated else ""),
         f"           {method.recipe.source}",
         "",
-        inspect.cleandoc(method.rule.__doc__ or ""),
+        inspect.cleandoc(method.rule.__doc__ or "").replace("``", ""),
     ]
     if method.options:
         lines += ["", "Options:"]

@@ -18,6 +18,10 @@ if TYPE_CHECKING:
 __all__ = ["lab_defaults", "lab_job"]
 
 
+PROMPTS = 4096
+"""Training prompts, however long the run: a shorter or longer one sees the same first ones."""
+
+
 def lab_defaults(setting: Setting) -> dict[str, Any]:
     """What a setting trains with where the user leaves it open: GTPO, and `GRPOConfig` fields."""
     ranks = int(os.environ.get("WORLD_SIZE", "1"))
@@ -56,10 +60,6 @@ def lab_job(
     from tokencredit import lab
 
     model, tokenizer = lab.load_policy(setting, on_progress=on_progress)
-    if training.max_steps > 0:
-        prompts = training.max_steps * training.generation_batch_size // training.num_generations
-    else:
-        prompts = setting.steps * setting.prompts_per_step
     marks = lab.oracle_signal(setting.task)
 
     def oracle(prompts: Any, completion_ids: Any, **_: Any) -> list[list[float]]:
@@ -80,7 +80,7 @@ def lab_job(
     return Job(
         model=model,
         tokenizer=tokenizer,
-        train=lab.prompt_dataset(setting.task, prompts, seed=training.seed),
+        train=lab.prompt_dataset(setting.task, PROMPTS, seed=training.seed),
         evaluation=lab.prompt_dataset(setting.task, 256, seed=1, held_out=True)
         if training.eval_strategy != "no"
         else None,

@@ -149,7 +149,7 @@ class TokenCreditMixin(_Base):
             self.args = required
         for line in lines:
             if self.accelerator.is_main_process:
-                logger.info("tokencredit: %s", line)
+                logger.warning("tokencredit: %s", line)
         self.importance_sampling_level = self.args.importance_sampling_level
         self._success_column = self._find_success(success_from)
         if set(self.credit_rule.needs) & set(WORK_SIGNALS) - set(self._signal_funcs):
@@ -304,8 +304,11 @@ class TokenCreditMixin(_Base):
         )
         credit = assign(rollouts, self.credit_rule)
         self.last_credit = credit
+        idle = credit.diagnostics["groups_skipped"] == 1.0
         for name, value in credit.diagnostics.items():
-            self._metrics[mode][f"credit/{name}"].append(value)
+            # Where nothing is trained there is no concentration: a 0 would spoil the log's mean.
+            if not (idle and name.startswith(("effective_", "largest_"))):
+                self._metrics[mode][f"credit/{name}"].append(value)
         self._show_in_completions(credit, whole_mask)
         b, t = mask.shape
         rows = slice(self.accelerator.process_index * b, (self.accelerator.process_index + 1) * b)

@@ -23,7 +23,10 @@ CREDIT_METRICS = (
 
 
 FILES = (
-    ("config.yaml", "`config.yaml` reproduces the run: `tokencredit train --config config.yaml`"),
+    (
+        "config.yaml",
+        "`config.yaml` reproduces the run: give its path to `tokencredit train --config`",
+    ),
     ("metrics.jsonl", "`metrics.jsonl`: everything that was logged, one line a log"),
     ("rollouts.jsonl", "`rollouts.jsonl`: recorded responses with their credit"),
     ("model*.safetensors", "`model.safetensors` and the tokenizer: the trained policy"),

@@ -376,6 +376,9 @@ def _run(arguments: TrainArguments, folder: RunFolder) -> None:
         _say(f"  all {trainer.state.max_steps} steps are done")
     seconds = time.monotonic() - start
     trainer.save_model(str(folder.path))
+    if main and arguments.lab is not None:
+        # TRL's model card knows nothing of a policy without a name; report.md says what it is.
+        (folder.path / "README.md").unlink(missing_ok=True)
     _measure(trainer, job, folder, arguments, "after")
     if main:
         facts = {

@@ -78,14 +78,17 @@ class NothingLeft(TrainerCallback):
 
 
 class Progress(TrainerCallback):
-    """One line that moves on a terminal, ten lines elsewhere: step, reward, time left.
+    """One line that moves on a terminal, some lines elsewhere: step, reward, time left.
 
     Args:
         lines: how many lines a run prints where the output is no terminal.
+        seconds: after so much time without a line there is one all the same.
     """
 
-    def __init__(self, lines: int = 10) -> None:
+    def __init__(self, lines: int = 10, seconds: float = 20.0) -> None:
         self.lines = lines
+        self.seconds = seconds
+        self._said = 0.0
         self._start = 0.0
         self._first = 0
         self._shown = 0
@@ -93,7 +96,7 @@ class Progress(TrainerCallback):
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Remember where the run begins."""
         self._start, self._first = time.monotonic(), state.global_step
-        self._shown = state.global_step
+        self._shown, self._said = state.global_step, self._start
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
         """Take note of what was logged and show it if it is time."""
@@ -104,9 +107,10 @@ class Progress(TrainerCallback):
         total = state.max_steps
         every = max(1, total // self.lines)
         due = state.global_step // every > self._shown // every
+        due = due or time.monotonic() - self._said > self.seconds
         if not terminal and not due and state.global_step != total:
             return
-        self._shown = state.global_step
+        self._shown, self._said = state.global_step, time.monotonic()
         done = state.global_step - self._first
         seconds = (time.monotonic() - self._start) / max(done, 1)
         left = seconds * (total - state.global_step)

@@ -14,7 +14,7 @@ train: $(VENV)/installed
 	$(BIN)/tokencredit train --lab --credit gtpo
 
 test: $(VENV)/developing
-	$(BIN)/python -m pytest $(PYTEST_ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(PYTEST_ARGS)
 
 check: lint types docs
 

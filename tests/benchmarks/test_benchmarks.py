@@ -45,7 +45,8 @@ def tables(name: str, folder: Path) -> dict[str, list[list[Any]]]:
 def test_without_a_name_they_are_listed() -> None:
     done = benchmarks()
     assert done.returncode == 0
-    assert [line.split()[0] for line in done.stdout.splitlines()] == ["assign", "trl_step"]
+    names = [line.split()[0] for line in done.stdout.splitlines()]
+    assert names == ["assign", "token_statistics", "trl_step"]
 
 
 def test_an_unknown_name_is_refused() -> None:
@@ -64,6 +65,21 @@ def test_assign(tmp_path: Path) -> None:
 
 def test_trl_step(tmp_path: Path) -> None:
     pytest.importorskip("trl")
-    for rows in tables("trl_step", tmp_path).values():
-        assert [row[0] for row in rows] == ["GRPOTrainer", "gtpo"]
+    found = tables("trl_step", tmp_path)
+    parts = {title: rows for title, rows in found.items() if title.startswith("What DATC adds")}
+    assert len(parts) == 2 and len(found) == 4
+    for title, rows in found.items():
         assert all(row[1] > 0 for row in rows)
+        if title not in parts:
+            assert [row[0] for row in rows] == ["GRPOTrainer", "gtpo", "datc"]
+
+
+def test_token_statistics(tmp_path: Path) -> None:
+    found = tables("token_statistics", tmp_path)
+    assert len(found) == 3
+    for title, rows in found.items():
+        if title.startswith("log-probability"):
+            names = [row[2] for row in rows]
+            assert names[0] == "materialised float32" and "tokencredit" in names
+            (ours,) = [row for row in rows if row[2] == "tokencredit"]
+            assert float(ours[6]) < 1e-4 and float(ours[7]) < 1e-4

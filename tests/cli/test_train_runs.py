@@ -346,3 +346,39 @@ def test_the_lab_trains_with_every_reference_credit(place: Place, rule: str):
             assert mean == pytest.approx(credit.base, abs=1e-5)
             if any(marks):
                 assert all(a == 0 for a, m in zip(credit.advantage, marks, strict=True) if not m)
+
+
+def save_reward_model(folder: Path) -> None:
+    """A tiny reward model with the policy's tokenizer beside it."""
+    from transformers import AutoTokenizer, Qwen3Config, Qwen3ForSequenceClassification
+
+    tokenizer = AutoTokenizer.from_pretrained("policy")
+    shape = Qwen3Config(
+        vocab_size=len(tokenizer), hidden_size=16, intermediate_size=16, num_hidden_layers=1,
+        num_attention_heads=2, num_key_value_heads=1, head_dim=8, num_labels=1,
+        pad_token_id=tokenizer.pad_token_id, initializer_range=0.5,
+    )  # fmt: skip
+    Qwen3ForSequenceClassification(shape).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
+@pytest.mark.parametrize("given", ["reward_model", "reward_model_name_or_path"])
+def test_datc_from_yaml(place: Place, given: str):
+    """A reward model by itself, or one that is a reward and then is differentiated as well."""
+    save_reward_model(Path("rm"))
+    more = {given: "rm", "credit": {"name": "datc", "bound": 2.0}, "record_every": 1}
+    outcome = place.train(**more)
+    assert outcome.code == 0, outcome.err
+    records = list(read_records(Path("out/rollouts.jsonl")))
+    assert records
+    for record in records:
+        weights = [w for w in record.credit["datc"].weight or () if w is not None]
+        assert all(0.5 - 1e-6 <= w <= 2.0 + 1e-6 for w in weights)
+        assert set(record.signals) >= {"work", "logprob", "entropy", "eos"}
+    assert config_of(place)["credit"]["bound"] == 2.0
+
+
+def test_datc_without_a_reward_model_says_what_to_give(place: Place):
+    outcome = place.train("--credit", "datc")
+    assert outcome.code == 2
+    assert "reward_model" in outcome.err and outcome.err.count("\n") == 1

@@ -566,7 +566,7 @@ def misaligned(task: Task, batch: Batch) -> Table:
     return Table(
         f"(d) share of tokens whose update points against the reward (A d < 0), {task.name}",
         ("mean over responses", "responses"),
-        tuple(rows),
+        tuple(row for row in rows if row[1][1] != "0"),
         "The premise of DATC. 0.5 would be chance.",
     )
 

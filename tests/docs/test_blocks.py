@@ -113,7 +113,8 @@ def flags_of(verb: str) -> frozenset[str]:
 
         return frozenset(make_parser()._option_string_actions)
     found: set[str] = set()
-    for argv in ([verb, "--help"], [verb, "build", "--help"]) if verb == "lab" else ([verb, "-h"],):
+    below = ("build", "evidence") if verb == "lab" else ()
+    for argv in ([verb, "--help"], *([verb, each, "--help"] for each in below)):
         out = io.StringIO()
         with contextlib.redirect_stdout(out), contextlib.suppress(SystemExit):
             main(list(argv))

@@ -13,11 +13,12 @@ from typing import TYPE_CHECKING, Any
 
 from tokencredit.compare.comparing import Comparison, Profile
 from tokencredit.errors import InputError, MissingExtraError
+from tokencredit.files import write_aside
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-__all__ = ["FIGURES", "draw", "inline_svg", "printable", "require_matplotlib", "write_aside"]
+__all__ = ["FIGURES", "draw", "inline_svg", "printable", "require_matplotlib"]
 
 INK = "#1f2329"
 """The colour of text and axes: no data has it, so the report can make it follow the page."""
@@ -96,20 +97,6 @@ def inline_svg(figure: Figure, title: str) -> str:
     own = re.sub(r"\W+", "-", title.lower())
     text = re.sub(r'(\bid="|url\(#|href="#)', rf"\g<1>{own}-", text)
     return text.replace("<svg ", f'<svg role="img" aria-label="{html.escape(title)}" ', 1)
-
-
-def write_aside(path: Path, content: bytes) -> None:
-    """Write a file so that it is there whole or not at all."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        with temporary.open("wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
-    except OSError as error:
-        temporary.unlink(missing_ok=True)
-        raise InputError(f"{path}: cannot be written: {error.strerror}") from error
 
 
 def _saved(figure: Figure, ending: str, *, transparent: bool = False) -> bytes:

@@ -21,9 +21,9 @@ from tokencredit.compare.drawing import (
     inline_svg,
     printable,
     require_matplotlib,
-    write_aside,
 )
 from tokencredit.compare.laws import LawResult
+from tokencredit.files import write_aside
 
 __all__ = ["html_report", "text_table", "write_comparison"]
 

@@ -9,7 +9,8 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from tokencredit.engines.trl.run_folder import RunFolder, write_aside
+from tokencredit.engines.trl.run_folder import RunFolder
+from tokencredit.files import write_aside
 
 __all__ = ["write_report"]
 

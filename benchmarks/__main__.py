@@ -18,6 +18,7 @@ from .harness import CLOCKS, set_clock
 BENCHMARKS = {
     "assign": "assign() against verl's GRPO advantage and one pass over [b, t]",
     "token_statistics": "log-probability and entropy without logits, against TRL, verl and plain",
+    "view": "the page of `tokencredit view`, made and opened, against one element a token",
     "trl_step": "a training step of CreditGRPOTrainer against one of TRL's GRPOTrainer",
 }
 

@@ -38,4 +38,6 @@ venv/bin/tokencredit train --lab --max_steps 2 --eval_prompts 64 --output_dir ru
 test -s run/model.safetensors
 test -s run/rollouts.jsonl
 venv/bin/tokencredit assign run/rollouts.jsonl --credit grpo_s -o out.jsonl.gz
+venv/bin/tokencredit view run
+test -s run/view.html
 echo "wheel: $size bytes, works outside the tree"

@@ -33,6 +33,7 @@ from tokencredit.methods import (
     soft_overlong_punishment,
 )
 from tokencredit.rollouts import Rollouts
+from tokencredit.viewer import view
 
 try:
     __version__ = version("tokencredit")
@@ -69,4 +70,5 @@ __all__ = [
     "register",
     "resolve",
     "soft_overlong_punishment",
+    "view",
 ]

@@ -46,13 +46,21 @@ def test_without_a_name_they_are_listed() -> None:
     done = benchmarks()
     assert done.returncode == 0
     names = [line.split()[0] for line in done.stdout.splitlines()]
-    assert names == ["assign", "token_statistics", "trl_step"]
+    assert names == ["assign", "token_statistics", "view", "trl_step"]
 
 
 def test_an_unknown_name_is_refused() -> None:
     done = benchmarks("asign")
     assert done.returncode == 2
     assert "asign" in done.stderr and "assign" in done.stderr
+
+
+def test_view(tmp_path: Path) -> None:
+    found = tables("view", tmp_path)
+    [[size, records, page, *_]] = found["Making the page"]
+    assert size == "16 x 20" and records > 0 and page > 0.05
+    for row in found.get("Opening it in Chromium", []):  # where there is one
+        assert row[1] > 0 and row[4] > 0
 
 
 def test_assign(tmp_path: Path) -> None:

@@ -60,6 +60,7 @@ PUBLIC = [
     "register",
     "resolve",
     "soft_overlong_punishment",
+    "view",
 ]
 
 
@@ -108,6 +109,13 @@ def test_rollouts() -> None:
 
 def test_assign() -> None:
     assert parameters(assign) == [("rollouts", "", NO), ("rule", "", NO), ("options", "**", NO)]
+
+
+def test_view() -> None:
+    assert parameters(tokencredit.view) == [
+        ("rollouts", "", NO), ("credit", "*", ()), ("tokens", "*", None), ("by", "*", None),
+        ("against", "*", None), ("limit", "*", None), ("step", "*", None), ("title", "*", None),
+    ]  # fmt: skip
 
 
 def test_credit() -> None:

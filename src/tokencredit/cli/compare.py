@@ -11,6 +11,7 @@ from tokencredit.errors import InputError, nearest
 from tokencredit.methods.registry import resolve
 from tokencredit.methods.rule import Rule
 from tokencredit.methods.texts import set_options
+from tokencredit.texts import printable
 
 __all__ = ["run"]
 
@@ -44,7 +45,7 @@ def run(argv: list[str]) -> int:
     options: Any = parser.parse_args(argv)
 
     from tokencredit.compare import compare, default_rules, read_rollouts, text_table
-    from tokencredit.compare.drawing import printable, require_matplotlib
+    from tokencredit.compare.drawing import require_matplotlib
     from tokencredit.compare.reporting import PAGE, write_comparison
 
     rules = _rules(options.credit, options.set, tuple(default_rules()))

@@ -23,6 +23,7 @@ VERBS: dict[str, tuple[str, str]] = {
     "train": ("train", "train a language model with GRPO and token-level credit, through TRL"),
     "assign": ("assign", "add a method's credit to a file of recorded rollouts"),
     "compare": ("compare", "what several methods would do to the same rollouts"),
+    "view": ("view", "see where the credit went: one HTML page, or the terminal"),
     "doctor": ("doctor", "say what is wrong with a file of recorded rollouts"),
     "methods": ("methods", "list the methods, or explain one"),
     "lab": ("lab", "list or build the embedded tasks and policies"),

@@ -14,11 +14,12 @@ from typing import TYPE_CHECKING, Any
 from tokencredit.compare.comparing import Comparison, Profile
 from tokencredit.errors import InputError, MissingExtraError
 from tokencredit.files import write_aside
+from tokencredit.texts import printable
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-__all__ = ["FIGURES", "draw", "inline_svg", "printable", "require_matplotlib"]
+__all__ = ["FIGURES", "draw", "inline_svg", "require_matplotlib"]
 
 INK = "#1f2329"
 """The colour of text and axes: no data has it, so the report can make it follow the page."""
@@ -35,19 +36,6 @@ def require_matplotlib() -> None:
         importlib.import_module("matplotlib")
     except ImportError:
         raise MissingExtraError("matplotlib", "trl", "drawing a comparison") from None
-
-
-def printable(text: str) -> str:
-    r"""The text with what does not print, or turns the direction of writing, spelt out.
-
-    Example:
-        >>> printable("a\x00b\u202ec")
-        'a\\x00b\\u202ec'
-    """
-    return "".join(
-        c if c.isprintable() else c.encode("unicode_escape", "surrogatepass").decode("ascii")
-        for c in text
-    )
 
 
 def draw(comparison: Comparison, folder: str | os.PathLike[str]) -> tuple[Path, ...]:

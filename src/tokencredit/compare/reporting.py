@@ -19,11 +19,11 @@ from tokencredit.compare.drawing import (
     FIGURES,
     draw,
     inline_svg,
-    printable,
     require_matplotlib,
 )
 from tokencredit.compare.laws import LawResult
 from tokencredit.files import write_aside
+from tokencredit.texts import printable
 
 __all__ = ["html_report", "text_table", "write_comparison"]
 

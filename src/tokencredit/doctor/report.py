@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
+from tokencredit.texts import printable
+
 __all__ = ["Diagnosis", "Finding", "Place", "Tally"]
 
 Severity = Literal["fault", "note"]
@@ -77,7 +79,7 @@ class Finding:
         if self.example is not None:
             lines.append(f"at: {self.example}")
         lines.append(f"do: {self.advice}")
-        return "\n       ".join(map(_shown, lines))
+        return "\n       ".join(map(printable, lines))
 
 
 @dataclass(frozen=True)
@@ -145,11 +147,6 @@ class Diagnosis:
             + (f", {notes} note{'' if notes == 1 else 's'}" if notes else "")
         )
         return "\n".join(lines)
-
-
-def _shown(text: str) -> str:
-    """Names in a file are data: nothing in them may move the cursor or fail to be printed."""
-    return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
 
 
 class Tally:

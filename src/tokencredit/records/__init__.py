@@ -27,7 +27,12 @@ from tokencredit.records.schema import (
     parse_record,
     to_json,
 )
-from tokencredit.records.tensors import compact, records_with_credit, rollouts_from_records
+from tokencredit.records.tensors import (
+    compact,
+    records_from_rollouts,
+    records_with_credit,
+    rollouts_from_records,
+)
 from tokencredit.records.writing import RecordWriter, append_records, truncate_after_step
 
 __all__ = [
@@ -44,6 +49,7 @@ __all__ = [
     "parse_record",
     "read_groups",
     "read_records",
+    "records_from_rollouts",
     "records_with_credit",
     "rollouts_from_records",
     "to_json",

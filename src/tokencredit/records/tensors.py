@@ -15,7 +15,7 @@ from tokencredit.errors import InputError
 from tokencredit.records.schema import CreditRecord, Record
 from tokencredit.rollouts import Rollouts
 
-__all__ = ["compact", "records_with_credit", "rollouts_from_records"]
+__all__ = ["compact", "records_from_rollouts", "records_with_credit", "rollouts_from_records"]
 
 # Six digits are enough for most float32 numbers that a person wrote, nine for every one.
 _DIGITS = (6, 7, 8, 9)
@@ -109,6 +109,70 @@ def rollouts_from_records(
         },
         token_ids=None if None in ids else _padded([i or () for i in ids], 0, torch.int64),
     )
+
+
+def records_from_rollouts(
+    rollouts: Rollouts, *, tokens: Sequence[Sequence[str | bytes]] | None = None
+) -> list[Record]:
+    """A batch of `Rollouts` as records, in its order; the other way of `rollouts_from_records`.
+
+    Columns after a response's last masked token are padding and left out, columns before its
+    first one are kept. Rows that are not `real` are left out. Groups are numbered in order of
+    appearance; a group's rows should stand together, as they must in a file.
+
+    Args:
+        rollouts: on any device.
+        tokens: the texts of each row's tokens, at least those up to its last masked one. A record
+            needs them where the rollouts have no `token_ids`; without either, a token's text
+            is empty.
+
+    Raises:
+        InputError: `tokens` has not one entry a row, or too few texts in one.
+
+    Example:
+        >>> rollouts = Rollouts(torch.tensor([1.0]), [0], torch.tensor([[1, 1, 0]]),
+        ...                     entropy=torch.tensor([[0.5, float("nan"), 9.0]]))
+        >>> [record] = records_from_rollouts(rollouts, tokens=[["a", "b"]])
+        >>> record.tokens, record.signals
+        (('a', 'b'), {'entropy': (0.5, None)})
+    """
+    if tokens is not None and len(tokens) != rollouts.responses:
+        raise InputError(
+            f"records_from_rollouts: tokens has {len(tokens)} rows for {rollouts.responses} "
+            "responses; give one each"
+        )
+    masks = cast("list[list[int]]", rollouts.mask.int().tolist())
+    ids: list[list[int]] | None = None
+    if rollouts.token_ids is not None:
+        ids = cast("list[list[int]]", rollouts.token_ids.tolist())
+    signals = {name: compact(value) for name, value in rollouts.signals.items()}
+    rewards, success = compact(rollouts.rewards), cast("list[bool]", rollouts.success.tolist())
+    keep, real = (cast("list[bool]", v.tolist()) for v in (rollouts.keep, rollouts.real))
+    group = cast("list[int]", rollouts.group.tolist())
+    records: list[Record] = []
+    for row, mask in enumerate(masks):
+        if not real[row]:
+            continue
+        length = max((place + 1 for place, masked in enumerate(mask) if masked), default=0)
+        if tokens is not None and len(tokens[row]) < length:
+            raise InputError(
+                f"records_from_rollouts: tokens[{row}] has {len(tokens[row])} texts, but the "
+                f"response has {length} tokens"
+            )
+        texts = None if tokens is None else tokens[row][:length]
+        records.append(
+            Record(
+                group=group[row],
+                token_ids=None if ids is None else ids[row][:length],
+                tokens=[""] * length if texts is None and ids is None else texts,
+                mask=mask[:length],
+                reward=rewards[row],
+                success=success[row],
+                keep=keep[row],
+                signals={name: values[row][:length] for name, values in signals.items()},
+            )
+        )
+    return records
 
 
 def records_with_credit(

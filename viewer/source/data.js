@@ -1,0 +1,103 @@
+// What the page holds: an index of all responses, and one compressed block a group.
+
+/** @param {string} text base64 of a zlib stream */
+async function unpacked(text) {
+  const packed = Uint8Array.from(atob(text), (c) => c.charCodeAt(0));
+  const stream = new Blob([packed]).stream().pipeThrough(new DecompressionStream("deflate"));
+  return new Response(stream).arrayBuffer();
+}
+
+/** Numbers are stored as their first bytes, then their second ones and so on. */
+function joined(buffer, offset, count) {
+  const planes = new Uint8Array(buffer, offset, 4 * count);
+  const bytes = new Uint8Array(4 * count);
+  for (let k = 0; k < 4; k += 1) {
+    for (let i = 0; i < count; i += 1) bytes[4 * i + k] = planes[k * count + i];
+  }
+  return new DataView(bytes.buffer);
+}
+
+function floats(buffer, offset, count) {
+  const view = joined(buffer, offset, count);
+  return Float32Array.from({ length: count }, (_, i) => view.getFloat32(4 * i, true));
+}
+
+function codes(buffer, offset, count) {
+  const view = joined(buffer, offset, count);
+  return Uint32Array.from({ length: count }, (_, i) => view.getUint32(4 * i, true));
+}
+
+/** One group: for each response its codes, mask, and the series that it has. */
+function group(buffer) {
+  const headed = new DataView(buffer).getUint32(0, true);
+  const header = JSON.parse(new TextDecoder().decode(new Uint8Array(buffer, 4, headed)));
+  const total = header.lengths.reduce((sum, length) => sum + length, 0);
+  let offset = 4 + headed;
+  const all = codes(buffer, offset, total);
+  offset += 4 * total;
+  const mask = new Uint8Array(buffer, offset, total);
+  offset += total + ((4 - (total % 4)) % 4);
+  const series = header.series.map((key, k) => {
+    const values = floats(buffer, offset + 4 * total * k, total);
+    return { key, values, has: new Set(header.has[k]) };
+  });
+  let start = 0;
+  const responses = header.lengths.map((length, row) => {
+    const end = start + length;
+    const values = new Map();
+    for (const one of series) {
+      if (one.has.has(row)) values.set(one.key, one.values.subarray(start, end));
+    }
+    const response = { codes: all.subarray(start, end), mask: mask.subarray(start, end), values };
+    start = end;
+    return response;
+  });
+  return { responses, shared: sharedLength(responses) };
+}
+
+/** How many tokens all responses begin with. */
+function sharedLength(responses) {
+  if (responses.length < 2) return 0;
+  return Math.min(...responses.slice(1).map((one) => divergence(responses[0].codes, one.codes)));
+}
+
+/** The place of the first token that differs, or the end of the shorter one. */
+export function divergence(a, b) {
+  const end = Math.min(a.length, b.length);
+  for (let i = 0; i < end; i += 1) if (a[i] !== b[i]) return i;
+  return end;
+}
+
+const AT_ONCE = 12;
+
+/** Reads the page; blocks are unpacked when they are asked for, and the last few kept. */
+export function readPage() {
+  const index = JSON.parse(document.getElementById("index").textContent);
+  const blocks = [...document.querySelectorAll("script.group")];
+  const kept = new Map();
+  index.series.forEach((one) => Object.freeze(one));
+  const byKey = new Map(index.series.map((one) => [one.key, one]));
+  return {
+    ...index,
+    byKey,
+    /** @returns {Promise} of the group with this number. */
+    load(number) {
+      let found = kept.get(number);
+      kept.delete(number);
+      if (!found) {
+        const entry = {};
+        entry.promise = unpacked(blocks[number].textContent).then((buffer) => {
+          entry.group = group(buffer);
+          return entry.group;
+        });
+        found = entry;
+      }
+      kept.set(number, found);
+      if (kept.size > AT_ONCE) kept.delete(kept.keys().next().value);
+      return found;
+    },
+  };
+}
+
+/** Column of the rows that may end early: what is missing is unknown. */
+export const at = (column, row) => column?.[row] ?? null;

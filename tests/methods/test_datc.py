@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import itertools
 import math
 import random
@@ -462,6 +463,23 @@ def test_no_loop_over_responses(rule: DATC) -> None:
 
 
 # -- base, unscored and truncated rows ------------------------------------------------------
+
+
+@pytest.mark.parametrize("weight_map", ["band", "box"])
+@pytest.mark.parametrize("block", [1, 40, 64, 100])
+def test_large_batches_are_solved_some_responses_at_a_time(
+    weight_map: Any, block: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seed = torch.Generator().manual_seed(0)
+    rollouts = Rollouts(
+        torch.ones(7), [0] * 7, torch.rand(7, 20, generator=seed) < 0.8,
+        base=torch.randn(7, generator=seed), work=torch.randn(7, 20, generator=seed),
+    )  # fmt: skip
+    whole = assign(rollouts, DATC(weight_map=weight_map)).weight
+    module = importlib.import_module("tokencredit.methods.datc")
+    monkeypatch.setattr(module, "BLOCK", {False: block, True: block})
+    parts = assign(rollouts, DATC(weight_map=weight_map)).weight
+    assert whole is not None and parts is not None and torch.equal(whole, parts)
 
 
 def test_the_base_is_the_engines_else_grpos() -> None:

@@ -209,6 +209,8 @@ def test_a_run_s_records_carry_the_credit_of_their_own_signals(place: Place, rul
     assert len({r.group for r in recorded}) == 4
     from tokencredit.methods.registry import resolve
 
+    meta = recorded[0].meta
+    assert meta["tokenizer"].endswith(" tokens)") and {"model", "temperature"} <= set(meta)
     options = recorded[0].meta["credit"][rule]["options"]
     assert_options = {k: tuple(v) if isinstance(v, list) else v for k, v in options.items()}
     assign_file(source, target, resolve(rule, assert_options))

@@ -362,6 +362,8 @@ def _run(arguments: TrainArguments, folder: RunFolder) -> None:
         if vocabulary is not None:
             meta["vocab_size"] = vocabulary
         tokenizer = getattr(trainer.processing_class, "tokenizer", trainer.processing_class)
+        named = getattr(tokenizer, "name_or_path", "") or type(tokenizer).__name__
+        meta["tokenizer"] = f"{named} ({len(tokenizer)} tokens)"
         trainer.on_credit.append(
             RolloutRecorder(folder.rollouts, tokenizer, every=arguments.record_every, meta=meta)
         )

@@ -1,4 +1,6 @@
+import random
 from dataclasses import replace
+from itertools import islice
 from pathlib import Path
 
 import pytest
@@ -10,6 +12,7 @@ from tokencredit.lab import (
     Chain,
     Countdown,
     build_reward_model,
+    draw_prompts,
     load_policy,
     load_reward_model,
     localisation,
@@ -35,6 +38,7 @@ TINY = replace(
 )
 TINY_COUNTDOWN = replace(TINY, task=Countdown(numbers=2, high=4, maximum=16), name="tiny-countdown")
 STEPS = replace(reward_recipe(TINY, "strong"), steps=3, batch_size=4)
+NAMED = replace(STEPS, interpolate_from=0.5, name_results=True)
 OUTCOMES = replace(reward_recipe(TINY, "weak"), steps=3, batch_size=4, samples=8)
 MEASURED = {
     *("setting", "strength", "fingerprint", "policy", "labels", "seed", "steps", "threshold"),
@@ -110,8 +114,9 @@ def test_another_seed_recipe_or_policy_is_another_model(cache):
     assert reward_model_metadata(TINY, STEPS) is None
     assert STEPS.fingerprint(TINY) == replace(STEPS, name="mine").fingerprint(TINY)
     variants = [replace(STEPS, steps=4), replace(STEPS, interpolate=False), OUTCOMES]
+    variants += [replace(STEPS, interpolate_from=0.5), replace(STEPS, name_results=True)]
     prints = {each.fingerprint(TINY) for each in (STEPS, *variants)}
-    assert len(prints | {STEPS.fingerprint(replace(TINY, seed=1))}) == 5
+    assert len(prints | {STEPS.fingerprint(replace(TINY, seed=1))}) == 7
 
 
 @pytest.mark.parametrize("family", ["qwen3", "gpt2"])
@@ -127,6 +132,38 @@ def test_frozen_layers_are_the_policys(family):
     assert all(name.startswith(("norm.", "ln_f.")) for name in changed) and changed
     free = load_reward_model(variant, replace(recipe, frozen=False)).model.base_model.state_dict()
     assert any(not torch.equal(policy[name], free[name]) for name in set(policy) - changed)
+
+
+def test_new_layers_learn_to_name_the_right_result():
+    variant = replace(TINY, family="llama", task=replace(TINY.task, modulus=3))
+    task, (policy, _) = variant.task, load_policy(variant)
+    prompts = draw_prompts(task, 32, 5, held_out=False)
+    rows = [(*prompt, *task.demonstration(prompt, random.Random(0))) for prompt in prompts]
+    ids = torch.tensor([[task.vocabulary.index(word) for word in row] for row in rows])
+    result = task.prompt_length + reward_training.deciding_positions(task)[0]
+    named = {}
+    for name_results in (True, False):
+        recipe = replace(NAMED, steps=100, learning_rate=1e-2, name_results=name_results)
+        model = reward_training.train_reward_model(variant, recipe, policy)
+        table = model.get_input_embeddings()
+        states = reward_training.token_states(model, table(ids), torch.ones_like(ids).bool())
+        best = (states[:, result] @ table.weight.T).argmax(dim=-1)
+        right = reward_training.right_results(task, ids)[:, 0]
+        named[name_results] = float((best == right).float().mean())
+    assert named[True] > 0.9 and named[False] < 0.6, named
+
+
+def test_embeddings_are_mixed_only_after_their_share_of_the_steps():
+    policy, _ = load_policy(TINY)
+    model = reward_training.fresh_reward_model(TINY, STEPS)
+
+    def losses(**changes):
+        recipe = replace(STEPS, steps=4, **changes)
+        return list(islice(reward_training._step_losses(TINY.task, recipe, model, policy), 4))
+
+    plain, soon, late = losses(interpolate=False), losses(), losses(interpolate_from=0.5)
+    assert plain[0] == soon[0] and plain[1] != soon[1]
+    assert plain[:3] == late[:3] and plain[3] != late[3]
 
 
 def test_positions_and_right_results_of_a_written_response():
@@ -228,6 +265,12 @@ def test_the_threshold_is_where_most_agree():
         (
             lambda path: build_reward_model(TINY, path, strength=replace(STEPS, extra_layers=0)),
             "extra_layers",
+        ),
+        (
+            lambda path: build_reward_model(
+                TINY, path, strength=replace(STEPS, interpolate_from=1.0)
+            ),
+            "interpolate_from=1.0",
         ),
         (
             lambda path: build_reward_model(TINY, path, strength=replace(STEPS, labels="x")),

@@ -132,7 +132,7 @@ def load_reward_model(
     """The setting's frozen reward model.
 
     The weights come from the package if they are shipped, else from the cache; if they are in
-    neither, they are built into the cache, which takes a minute or two, and the policy's own
+    neither, they are built into the cache, which takes one to three minutes, and the policy's own
     warm-up before that if it is not there yet.
 
     Args:

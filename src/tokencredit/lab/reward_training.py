@@ -13,7 +13,7 @@ import dataclasses
 import hashlib
 import json
 import random
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import count, islice
 from typing import Any, Literal, get_args
@@ -21,7 +21,7 @@ from typing import Any, Literal, get_args
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
-from torch.nn.functional import binary_cross_entropy_with_logits
+from torch.nn.functional import binary_cross_entropy_with_logits, cross_entropy
 from transformers import AutoModelForSequenceClassification, PreTrainedModel
 
 from tokencredit.errors import InputError, nearest
@@ -62,6 +62,10 @@ class RewardRecipe:
         interpolate: Steps: move each result's embedding a uniform part of the way to a random
             value's, and its label as far. The score then changes more evenly between tokens, which
             is what makes its gradient at a token point to better ones.
+        interpolate_from: The share of the steps after which that begins.
+        name_results: Steps: at each result, also learn to name the right one through the
+            embeddings. That is quickly learnt, and gives the judgement something to compare the
+            written result with.
         batch_size: Responses in a step.
         learning_rate: Its peak; a ramp, then linear decay to zero.
         seed: Of new weights, samples and order.
@@ -75,6 +79,8 @@ class RewardRecipe:
     frozen: bool = False
     noises: tuple[float, ...] = ()
     interpolate: bool = False
+    interpolate_from: float = 0.0
+    name_results: bool = False
     batch_size: int = 64
     learning_rate: float = 1e-3
     seed: int = 0
@@ -90,6 +96,9 @@ class RewardRecipe:
         The policy is part of it, through its own fingerprint; the name is not.
         """
         fields = dataclasses.asdict(replace(self, name="")) | {"policy": setting.fingerprint}
+        for name in _ADDED_FIELDS:
+            if fields[name] == getattr(RewardRecipe, name):
+                del fields[name]
         return hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()[:8]
 
     def check(self, setting: Setting) -> None:
@@ -114,9 +123,17 @@ class RewardRecipe:
                 raise InputError(f"{owner}: {field}={value}; give at least 1")
         if self.labels == "steps" and not self.noises:
             raise InputError(f"{owner}: noises is empty; give at least one rate")
+        if not 0 <= self.interpolate_from < 1:
+            raise InputError(
+                f"{owner}: interpolate_from={self.interpolate_from}; give a share of the steps, "
+                "at least 0 and below 1"
+            )
         if self.frozen and self.extra_layers < 1:
             raise InputError(f"{owner}: frozen=True trains new layers; give extra_layers of 1 or 2")
 
+
+# Left out of the fingerprint at their defaults, so that models built before them keep theirs.
+_ADDED_FIELDS = ("interpolate_from", "name_results")
 
 _STRONG_STEPS = RewardRecipe(
     "strong",
@@ -128,6 +145,17 @@ _STRONG_STEPS = RewardRecipe(
     noises=(0.0, 0.15, 0.5, 0.5),
     interpolate=True,
 )
+# Under a frozen Llama the new blocks stay at the base rate for hundreds of steps. A frozen GPT-2
+# reads an operand not where it is written but at the result before it, which is interpolated.
+_STRONG_STEPS_NAMED = replace(
+    _STRONG_STEPS,
+    steps=480,
+    learning_rate=2e-3,
+    extra_layers=1,
+    frozen=False,
+    interpolate_from=1 / 3,
+    name_results=True,
+)
 _STRONG_OUTCOMES = RewardRecipe("strong", "outcomes", steps=512, samples=16_384)
 _WEAK_CHAIN = RewardRecipe("weak", "outcomes", steps=192, samples=4096)
 # Whether a target is hit is easy to see: with the samples of chain the area would be 0.90.
@@ -137,10 +165,10 @@ _WEAK_OUTCOMES = RewardRecipe("weak", "outcomes", steps=96, samples=2048)
 def reward_recipe(setting: Setting, strength: Strength) -> RewardRecipe:
     """The lab's own recipe for a setting.
 
-    ``strong``: on chain, step labels under a frozen backbone; on other tasks, outcome labels on
-    many samples. ``weak``: outcome labels on a few samples. It knows little more than chance,
-    which is the point: a reward model that has become the verifier proves nothing about a method
-    that has to live with an imperfect one.
+    ``strong``: on chain, step labels (Qwen3 under a frozen backbone, the other families trained
+    whole); on other tasks, outcome labels on many samples. ``weak``: outcome labels on a few
+    samples. It knows little more than chance, which is the point: a reward model that has become
+    the verifier proves nothing about a method that has to live with an imperfect one.
 
     Args:
         setting: For which.
@@ -160,7 +188,8 @@ def reward_recipe(setting: Setting, strength: Strength) -> RewardRecipe:
             "'weak', or a RewardRecipe"
         )
     if isinstance(setting.task, Chain):
-        return _STRONG_STEPS if strength == "strong" else _WEAK_CHAIN
+        strong = _STRONG_STEPS if setting.family == "qwen3" else _STRONG_STEPS_NAMED
+        return strong if strength == "strong" else _WEAK_CHAIN
     return _STRONG_OUTCOMES if strength == "strong" else _WEAK_OUTCOMES
 
 
@@ -293,17 +322,16 @@ def train_reward_model(
         # The norm after the last block now follows the new ones, so it learns with them.
         final_norm = name.rsplit(".", 2)[-2] in ("norm", "ln_f")
         parameter.requires_grad_(not recipe.frozen or name not in taken or final_norm)
-    batches = _step_batches if recipe.labels == "steps" else _outcome_batches
+    losses = _step_losses if recipe.labels == "steps" else _outcome_losses
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(trained, betas=(0.9, 0.98), weight_decay=0.01)
     model.train()
-    for step, (values, labels) in enumerate(
-        islice(batches(setting.task, recipe, model, policy), recipe.steps), start=1
+    for step, loss in enumerate(
+        islice(losses(setting.task, recipe, model, policy), recipe.steps), start=1
     ):
         share = min(1.0, step / _RAMP) * (1 - (step - 1) / recipe.steps)
         for group in optimizer.param_groups:
             group["lr"] = recipe.learning_rate * share
-        loss = binary_cross_entropy_with_logits(values, labels)
         optimizer.zero_grad(set_to_none=True)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(trained, 1.0)
@@ -313,14 +341,16 @@ def train_reward_model(
     return model.requires_grad_(False).eval()
 
 
-def _step_batches(task: Any, recipe: RewardRecipe, model: PreTrainedModel, policy: PreTrainedModel):
+def _step_losses(
+    task: Any, recipe: RewardRecipe, model: PreTrainedModel, policy: PreTrainedModel
+) -> Iterator[Tensor]:
     rng, generator = random.Random(recipe.seed), torch.Generator().manual_seed(recipe.seed)
     writers = [replace(task, noise=noise) for noise in recipe.noises]
     words = {word: index for index, word in enumerate(task.vocabulary)}
     values = torch.tensor([words[str(value)] for value in range(task.modulus)])
     columns = torch.tensor(deciding_positions(task)) + task.prompt_length
     prompts = stream_prompts(task, rng)
-    table = model.get_input_embeddings()
+    table: Any = model.get_input_embeddings()
     for step in count():
         batch = list(islice(prompts, recipe.batch_size))
         shown = [(*prompt, *rng.choice(writers).demonstration(prompt, rng)) for prompt in batch]
@@ -330,20 +360,26 @@ def _step_batches(task: Any, recipe: RewardRecipe, model: PreTrainedModel, polic
         embeddings = table(ids)
         if recipe.interpolate:
             other = values[torch.randint(len(values), right.shape, generator=generator)]
-            # The whole way only from half time on: mixed from the start, the labels say so
-            # little that nothing is learnt for hundreds of steps.
-            furthest = min(1.0, 2 * step / recipe.steps)
+            # The whole way only from halfway through these steps: mixed from the start, the
+            # labels say so little that nothing is learnt for hundreds of steps.
+            start = recipe.interpolate_from
+            furthest = min(1.0, max(0.0, 2 * (step / recipe.steps - start) / (1 - start)))
             share = furthest * torch.rand(right.shape, generator=generator)
             labels = torch.lerp(labels, (other == right).float(), share)
             moved = torch.lerp(embeddings[:, columns], table(other), share.unsqueeze(-1))
             embeddings = embeddings.index_copy(1, columns, moved)
         attention = torch.ones_like(ids, dtype=torch.bool)
-        yield token_values(model, embeddings, attention)[:, columns], labels
+        states = token_states(model, embeddings, attention)
+        loss = binary_cross_entropy_with_logits(_head(model, states)[:, columns], labels)
+        if recipe.name_results:
+            named = states[:, columns] @ table.weight.T
+            loss = loss + cross_entropy(named.flatten(0, 1), right.flatten())
+        yield loss
 
 
-def _outcome_batches(
+def _outcome_losses(
     task: Task, recipe: RewardRecipe, model: PreTrainedModel, policy: PreTrainedModel
-):
+) -> Iterator[Tensor]:
     generator = torch.Generator().manual_seed(recipe.seed)
     # Another stream of prompts than the policy's own training draws with the same seed.
     samples = policy_samples(
@@ -355,16 +391,27 @@ def _outcome_batches(
         order = torch.randperm(recipe.samples, generator=generator)
         for rows in order.split(recipe.batch_size):
             values = token_values(model, table(samples.ids[rows]), samples.attention[rows])
-            yield values.gather(1, last[rows].unsqueeze(1)).squeeze(1), labels[rows]
+            values = values.gather(1, last[rows].unsqueeze(1)).squeeze(1)
+            yield binary_cross_entropy_with_logits(values, labels[rows])
 
 
 def token_values(
     model: PreTrainedModel, embeddings: Float[Tensor, "n s e"], attention: Bool[Tensor, "n s"]
 ) -> Float[Tensor, "n s"]:
     """The head read at every token."""
-    states = _backbone(model)(
+    return _head(model, token_states(model, embeddings, attention))
+
+
+def token_states(
+    model: PreTrainedModel, embeddings: Float[Tensor, "n s e"], attention: Bool[Tensor, "n s"]
+) -> Float[Tensor, "n s e"]:
+    """What the head reads, after the final norm."""
+    return _backbone(model)(
         inputs_embeds=embeddings, attention_mask=attention.long(), use_cache=False
     ).last_hidden_state
+
+
+def _head(model: PreTrainedModel, states: Float[Tensor, "n s e"]) -> Float[Tensor, "n s"]:
     return model.score(states).squeeze(-1)  # pyright: ignore[reportCallIssue]
 
 

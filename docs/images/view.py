@@ -19,12 +19,12 @@ RUN = HERE.parents[1] / "tests" / "compare" / "datc_run.jsonl.gz"
 picture = Path(sys.argv[1]) if len(sys.argv) > 1 else HERE / "view.png"
 chromium = os.environ.get("CHROMIUM") or shutil.which("chromium")
 with tempfile.TemporaryDirectory() as folder, sync_playwright() as playwright:
-    page = tokencredit.view(RUN, credit="grpo", by="datc.advantage", title="chain-qwen3-datc-001")
+    page = tokencredit.view(RUN, credit="grpo", by="datc.weight", title="chain-qwen3-datc-001")
     file = page.save(Path(folder) / "view.html")
     browser = playwright.chromium.launch(
         executable_path=chromium, args=["--no-sandbox", "--disable-gpu", "--disable-quic"]
     )
-    window = browser.new_page(viewport={"width": 1280, "height": 540}, device_scale_factor=1.5)
+    window = browser.new_page(viewport={"width": 1280, "height": 620}, device_scale_factor=1.5)
     window.goto(file.as_uri())
     window.get_by_label("columns", exact=True).select_option("narrow")
     window.locator("#row-4").click()

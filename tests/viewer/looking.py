@@ -7,7 +7,7 @@ import re
 import struct
 import zlib
 from base64 import b64decode
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -96,6 +96,11 @@ def unpacked(html: str) -> tuple[dict[str, Any], list[dict[str, Any]]]:
         groups.append({"lengths": header["lengths"], "codes": codes, "mask": mask,
                        "values": values, "has": has})  # fmt: skip
     return json.loads(index[1]), groups
+
+
+def named(keys: Iterable[str]) -> list[str]:
+    """The names of series, without what tells credit from signals."""
+    return [key.partition(":")[2] for key in keys]
 
 
 def saved(path: Path, records: Sequence[Record]) -> Path:

@@ -139,7 +139,6 @@ def test_keys(opened: Open):
         page.keyboard.press(key)
         assert f"token {token} of 6" in told.text_content()
     page.keyboard.press("Tab")
-    page.keyboard.press("Tab")
     assert "response 2, token 1 of 6" in told.text_content()
     page.keyboard.press("l")
     for key, row in (("ArrowDown", 2), ("End", 9), ("ArrowUp", 8), ("Home", 1)):
@@ -183,7 +182,7 @@ def test_sorting_and_filtering(opened: Open):
     assert set(listed(page)) == set("235689")
     page.get_by_label("reward at most").fill("-1")
     assert listed(page) == []
-    assert page.locator(".count").text_content() == "0 of 9 responses"
+    assert page.locator(".count").text_content() == "0 of 9 responses; none fits"
     page.locator(".rows").focus()
     page.keyboard.press("ArrowDown")  # nothing to go to
 
@@ -324,3 +323,322 @@ def test_in_a_notebook_s_frame(opened: Open, browser: Any):
     assert "token 2 of 6" in frame.locator(".inspector").text_content()
     context.close()
     assert errors == []
+
+
+# -- the pointer and the keyboard -----------------------------------------------------------
+
+
+def long_response(length: int = 3000) -> Record:
+    words = [f"w{k} " for k in range(length)]
+    return Record(group=0, tokens=words, mask=[1] * length, reward=1.0,
+                  signals={"e": [1.0] * length})  # fmt: skip
+
+
+def test_a_click_picks_its_own_token_and_nothing_moves(opened: Open):
+    page = opened(view([long_response()]).html)
+    page.evaluate("document.querySelector('.columns').scrollTop = 4000")
+    found = page.evaluate(
+        "() => { const e = document.elementFromPoint(600, 500);"
+        " const b = e.getBoundingClientRect();"
+        " return [e.id, b.x + b.width / 2, b.y + b.height / 2] }"
+    )
+    page.mouse.click(found[1], found[2])
+    assert page.evaluate("document.querySelector('.columns').scrollTop") == 4000
+    assert page.locator(".tokens").get_attribute("aria-activedescendant") == found[0]
+    assert (
+        f"token {int(found[0].split('-')[-1]) + 1} of" in page.locator(".inspector").text_content()
+    )
+
+
+def test_a_pointer_that_rests_picks_nothing(opened: Open):
+    page = opened(view([long_response()]).html)
+    page.mouse.move(600, 500)
+    page.keyboard.press("t")
+    for _ in range(40):
+        page.keyboard.press("ArrowDown")
+    page.wait_for_timeout(200)
+    active = page.locator(".tokens").get_attribute("aria-activedescendant") or ""
+    assert f"token {int(active.split('-')[-1]) + 1} of" in page.locator(".inspector").text_content()
+    assert page.locator(".t.current").get_attribute("id") == active
+
+
+def test_the_chosen_response_is_found_from_anywhere(opened: Open):
+    records = [dataclasses.replace(two_methods(1)[0], reward=float(k)) for k in range(20)]
+    page = opened(view(records).html)
+    page.evaluate("document.querySelector('.columns').scrollLeft = 6000")
+    page.locator("#t-14-a-0").wait_for()
+    page.keyboard.press("t")
+    page.locator("#t-0-a-0.current").wait_for()
+    assert page.evaluate("document.activeElement.className") == "tokens"
+
+
+def test_the_end_of_a_very_long_response(opened: Open):
+    page = opened(view([long_response(5100)]).html)
+    page.keyboard.press("t")
+    page.keyboard.press("End")
+    assert "token 5100 of 5100" in page.locator(".inspector").text_content()
+    assert page.evaluate("document.activeElement.className") == "tokens"
+
+
+def test_the_outline_stays_with_its_token(opened: Open):
+    page = opened(view(two_methods(2)).html)
+    page.locator("#t-1-a-1").hover()
+    choose(page, "colour by", "entropy")
+    assert page.locator(".t.current").get_attribute("id") == "t-1-a-1"
+    page.locator("#row-4").click()
+    page.locator("#t-4-a-0").wait_for()
+    assert page.locator(".t.current").count() == 0
+
+
+def test_escape_leaves_the_search(opened: Open):
+    page = opened(view(two_methods(2)).html)
+    page.keyboard.press("/")
+    page.keyboard.press("Escape")
+    assert page.evaluate("document.activeElement.className") == "rows"
+
+
+def test_another_order_begins_at_its_top(opened: Open):
+    records = [Record(group=k, tokens=["a"], mask=[1], reward=float(k % 7)) for k in range(300)]
+    page = opened(view(records).html)
+    page.locator(".rows").focus()
+    page.keyboard.press("End")
+    page.locator("#row-299").wait_for()
+    page.locator(".head .reward").click()
+    page.locator("#row-6").wait_for()
+    assert page.evaluate("document.querySelector('.rows').scrollTop") == 0
+
+
+def test_the_list_tells_how_long_it_is(opened: Open):
+    records = [Record(group=k, tokens=["a"], mask=[1], reward=1.0) for k in range(300)]
+    page = opened(view(records).html)
+    first = page.locator("#row-0")
+    assert (first.get_attribute("aria-setsize"), first.get_attribute("aria-posinset")) == (
+        "300",
+        "1",
+    )
+    assert page.locator(".rows").get_attribute("aria-activedescendant") == "row-0"
+    page.evaluate("document.querySelector('.rows').scrollTop = 5000")
+    page.locator("#row-200").wait_for()
+    # What is not drawn cannot be the active one.
+    assert page.locator(".rows").get_attribute("aria-activedescendant") is None
+
+
+# -- room -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("size", [(400, 700), (320, 568), (800, 500), (1000, 700), (1300, 800)])
+@pytest.mark.parametrize("columns", ["medium", "wide"])
+def test_there_is_room_for_the_tokens(opened: Open, size: tuple[int, int], columns: str):
+    records = [dataclasses.replace(two_methods(1)[0], reward=float(k)) for k in range(6)]
+    page = opened(view(records).html, viewport={"width": size[0], "height": size[1]})
+    choose(page, "columns", columns)
+    page.locator(".facts summary").first.click()
+    box = page.locator(".columns").bounding_box()
+    assert box["height"] >= 120
+    # The first column is whole: it begins where one begins to read, and fits.
+    page.wait_for_timeout(200)
+    assert page.evaluate("document.querySelector('.columns').scrollLeft") == 0
+    column = page.locator(".column").first.bounding_box()
+    assert column["x"] >= box["x"] - 1 and column["width"] <= box["width"] + 1
+
+
+def test_reading_numbers_moves_nothing(opened: Open):
+    signals = {f"a signal of some length {k}": [float(k)] * 3 for k in range(40)}
+    record = Record(group=0, tokens=["a", "b", "c"], mask=[1] * 3, reward=1.0, signals=signals)
+    page = opened(view([record]).html)
+    before = page.locator(".inspector").bounding_box()
+    page.locator("#t-0-a-1").hover()
+    assert page.locator(".inspector .pair").count() == 40
+    assert page.locator(".inspector").bounding_box() == before
+
+
+def test_siblings_are_aligned_whatever_is_said_of_them(opened: Open):
+    one, other = two_methods(1)[:2]
+    bare = dataclasses.replace(
+        other, credit={"grpo_s": CreditRecord(advantage=[0.1] * 6)}, truncated=False, keep=True
+    )
+    for against in (None, "grpo_s"):
+        html = view([one, bare], by="grpo_s" if against is None else "gtpo", against=against).html
+        page = opened(html, viewport={"width": 2200, "height": 800})
+        choose(page, "columns", "wide")
+        tops = {
+            round(box["y"])
+            for k in range(page.locator(".column").count())
+            if (box := page.locator(".column").nth(k).locator(".t").first.bounding_box())
+        }
+        assert len(tops) == 1
+
+
+# -- paper and contrast ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dark", ["by the system", "by choice"])
+def test_a_dark_page_is_printed_light(opened: Open, dark: str):
+    scheme = "dark" if dark == "by the system" else "light"
+    page = opened(view(two_methods(1)).html, color_scheme=scheme)
+    if dark == "by choice":
+        choose(page, "theme", "dark")
+    page.emulate_media(media="print", color_scheme=scheme)
+    assert page.evaluate("getComputedStyle(document.body).color") == "rgb(29, 33, 38)"
+    assert page.evaluate("getComputedStyle(document.body).backgroundColor") == "rgb(255, 255, 255)"
+
+
+def test_long_responses_are_printed_whole(opened: Open):
+    page = opened(view([long_response(5100)]).html)
+    page.evaluate("dispatchEvent(new Event('beforeprint'))")
+    page.emulate_media(media="print")
+    assert page.locator(".t").count() >= 5100
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_every_kind_of_token_can_be_read(opened: Open, scheme: str):
+    euro = "€".encode()
+    tokens = ["a", "<eos>", euro[:1], euro[1:], b"\xff", "b"]
+    record = Record(group=0, tokens=tokens, mask=[1] * 5 + [0], reward=1.0, truncated=True,
+                    signals={"s": [9.0, -9.0, 9.0, -9.0, 9.0, 0.0]})  # fmt: skip
+    page = opened(view([record]).html, color_scheme=scheme)
+    seen = page.evaluate(
+        """() => [...document.querySelectorAll(".column .t, .marks, .column dt")].map((e) => {
+          let opacity = 1;
+          for (let p = e; p; p = p.parentElement) opacity *= getComputedStyle(p).opacity;
+          const style = getComputedStyle(e);
+          return [e.className, opacity, style.color];
+        })"""
+    )
+    ink = page.evaluate("getComputedStyle(document.body).color")
+    dim = page.evaluate("getComputedStyle(document.querySelector('.note')).color")
+    assert {opacity for _, opacity, _ in seen} == {1}
+    for name, _, colour in seen:
+        on_shade = re.search(r"\b[pn]\d", name)
+        assert colour == ink if on_shade or "marks" in name else colour in (ink, dim), name
+
+
+def test_forced_colours_keep_the_scale(opened: Open):
+    page = opened(view(two_methods(1)).html, forced_colors="active")
+    grounds = page.locator(".swatch").evaluate_all(
+        "all => all.map(e => getComputedStyle(e).backgroundColor)"
+    )
+    assert len(set(grounds)) == 21
+
+
+# -- what is claimed ------------------------------------------------------------------------
+
+
+def partings(page: Any) -> list[list[int]]:
+    """The places of the bars, column by column."""
+    return [
+        [k for k, name in enumerate(classes(page, column)) if "parting" in name]
+        for column in range(page.locator(".tokens").count())
+    ]
+
+
+def of(*responses: dict[str, Any]) -> str:
+    records = [
+        Record(group=0, mask=[1] * len(r.get("token_ids", r.get("tokens", ()))), reward=1.0, **r)
+        for r in responses
+    ]
+    return view(records).html
+
+
+def test_parts_of_characters_differ_by_their_bytes(opened: Open):
+    # What is shown at the first token depends on the second one; the token is the same.
+    page = opened(of(
+        {"token_ids": [5, 6, 7], "tokens": [b"\xe2\x82", b"\xac", "x"]},
+        {"token_ids": [5, 8, 7], "tokens": [b"\xe2\x82", b"\xad", "x"]},
+    ))  # fmt: skip
+    assert partings(page) == [[1], [1]]
+    assert page.locator(".divide").first.text_content() == "1 token shared by all"
+
+
+def test_ids_and_texts_beside_one_another(opened: Open):
+    page = opened(of(
+        {"token_ids": [5, 6, 7], "tokens": ["p", "q", "r"]},
+        {"token_ids": [5, 6, 8]},
+        {"tokens": ["p", "q", "s"]},
+    ))  # fmt: skip
+    assert partings(page) == [[2], [2], [2]]
+
+
+def test_nothing_is_claimed_of_unknown_tokens(opened: Open):
+    page = opened(of({"tokens": ["", ""]}, {"tokens": ["", ""]}))
+    assert partings(page) == [[], []] and page.locator(".divide").count() == 0
+
+
+def test_a_long_shared_beginning_is_counted_whole(opened: Open):
+    page = opened(of({"token_ids": [5] * 5000 + [6] * 50}, {"token_ids": [5] * 5000 + [7] * 50}))
+    assert page.locator(".divide").count() == 0  # not drawn so far
+    page.keyboard.press("t")
+    page.keyboard.press("End")
+    assert page.locator(".divide").first.text_content() == "5000 tokens shared by all"
+
+
+def test_a_signal_called_like_credit(opened: Open):
+    record = Record(group=0, tokens=["a"], mask=[1], reward=1.0, signals={"gtpo.advantage": [7.0]},
+                    credit={"gtpo": CreditRecord(base=1.0, advantage=[0.5])})  # fmt: skip
+    page = opened(view([record]).html)
+    page.locator("#t-0-a-0").hover()
+    assert numbers(page) == {"gtpo advantage": "0.5", "gtpo.advantage": "7", "gtpo base": "1"}
+
+
+def test_a_signal_without_a_name_can_be_put_away(opened: Open):
+    record = Record(group=0, tokens=["a"], mask=[1], reward=1.0,
+                    signals={"": [1.0], "entropy": [2.0]})  # fmt: skip
+    page = opened(view([record], by="entropy").html)
+    assert page.locator(".column").count() == 1
+    choose(page, "beside", '""')
+    assert page.locator(".column").count() == 2
+    choose(page, "beside", "nothing")
+    assert page.locator(".column").count() == 1
+
+
+def test_unknown_statistics_are_not_zero(opened: Open):
+    records = [
+        Record(group=0, tokens=["a", "b"], mask=[1, 1], reward=1.0,
+               credit={"r": CreditRecord(base=base, advantage=advantage)})
+        for base, advantage in ((None, [0.5, -0.5]), (1.0, [None, None]), (1.0, [0.5, -0.5]))
+    ]  # fmt: skip
+    page = opened(view(records).html)
+    facts = [page.locator(".column").nth(k).locator("dl").inner_text() for k in range(3)]
+    assert re.search(r"flips\s+unknown", facts[0]) and re.search(r"effective\s+2", facts[0])
+    assert re.search(r"flips\s+unknown", facts[1]) and re.search(r"effective\s+unknown", facts[1])
+    page.locator(".filter summary").click()
+    page.get_by_label("flips at most").fill("5")
+    assert listed(page) == ["3"]
+
+
+def test_a_verdict_without_a_score_is_a_verdict(opened: Open):
+    record = Record(group=0, tokens=["a"], mask=[1], reward=None, success=False)
+    page = opened(view([record]).html)
+    choose(page, "outcome", "wrong")
+    assert listed(page) == ["1"]
+
+
+def test_the_difference_has_a_scale_and_numbers_of_its_own(opened: Open):
+    page = opened(view(two_methods(1), by="gtpo", against="grpo_s").html)
+    page.locator("#t-0-a-1").hover()
+    assert numbers(page)["gtpo advantage \u2212 grpo_s advantage"] == "-2.4"
+    scales = page.locator(".scale").all_text_contents()
+    assert len(scales) == 2 and scales[0].startswith("gtpo advantage, grpo_s advantage")
+    assert "-2.4" in scales[1] and "this group" in scales[1]
+    facts = page.locator(".column").nth(2).locator("dl").inner_text()
+    assert "reward" in facts and "base" not in facts and "flips" not in facts
+
+
+def test_legends(opened: Open):
+    record = Record(group=0, tokens=["a", "b"], mask=[1, 1], reward=1.0,
+                    signals={"entropy": [0.0, 1.0]},
+                    credit={"r": CreditRecord(base=1.0, advantage=[1.0, -1.0], weight=[4.0, 0.5]),
+                            "q": CreditRecord(base=1.0, weight=[1.0004, 0.9996])})  # fmt: skip
+    page = opened(view([record], by="r", against="entropy").html)
+    scales = page.locator(".scale")
+    # Equal ranges of two kinds are two scales; a series on one side of 0 has half of the shades.
+    assert scales.count() == 2
+    assert [scales.nth(k).locator(".swatch").count() for k in range(2)] == [21, 11]
+    assert scales.nth(1).locator(".number").all_text_contents() == ["0", "1"]
+    choose(page, "beside", "nothing")
+    choose(page, "colour by", "r weight")
+    assert scales.first.locator(".number").all_text_contents() == ["0.25", "4"]
+    assert "all from 0.5 to 4" in scales.first.text_content()
+    assert classes(page) == ["p10", "n5"]
+    choose(page, "colour by", "q weight")
+    assert scales.first.locator(".number").all_text_contents() == ["0.9996", "1.0004"]

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gzip
 import io
+import os
+import subprocess
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -45,8 +49,8 @@ def test_a_real_file(run: Any, tmp_path: Path):
     assert out.startswith(f"{page}: 32 responses, 4 groups, ")
     index, _ = unpacked(page.read_text(encoding="utf-8"))
     assert set(index["rules"]) == {"datc", "grpo", "datc_flipped"}
-    assert index["by"] == "datc.weight"
-    assert next(s for s in index["series"] if s["key"] == "datc.weight")["centre"] == 1.0
+    assert index["by"] == "credit:datc.weight"
+    assert next(s for s in index["series"] if s["key"] == "credit:datc.weight")["factor"]
 
 
 def test_where_the_page_goes(run: Any, path: Path):
@@ -83,7 +87,7 @@ def test_standard_input(run: Any, path: Path, monkeypatch: pytest.MonkeyPatch):
 def test_terminal(run: Any, path: Path):
     code, out, err = run(path, "--terminal", "--step", 1, "--by", "gtpo", "--against", "grpo_s")
     assert (code, err) == (0, "")
-    assert out.count("#") == 3 and "gtpo.advantage - grpo_s.advantage" in out
+    assert out.count("#") == 3 and "gtpo advantage - grpo_s advantage" in out
     assert not path.with_name("rollouts.html").exists()
     saved(path, two_methods(9))
     code, out, _ = run(path, "--terminal")
@@ -120,3 +124,83 @@ def test_without_rich(run: Any, path: Path, monkeypatch: pytest.MonkeyPatch):
     code, _, err = run(path, "--terminal")
     assert code == 2 and "tokencredit[terminal]" in err
     assert run(path)[0] == 0
+
+
+def test_the_records_are_never_the_page(run: Any, path: Path, tmp_path: Path):
+    before = path.read_bytes()
+    (tmp_path / "link.html").symlink_to(path)
+    for argv in ((path, "-o", path), (tmp_path, "-o", path), (path, "-o", tmp_path / "link.html")):
+        code, _, err = run(*argv, "--overwrite")
+        assert code == 2 and "holds the records" in err
+    assert path.read_bytes() == before
+
+
+def test_odd_paths(run: Any, path: Path, tmp_path: Path):
+    page = tmp_path / "p.html"
+    for argv in (
+        ("x" * 300,),
+        (path, "-o", "x" * 300),
+        (path, "-o", path / "below.html"),
+        (path, "-o", "a\0b"),
+        ("a\0b", "-o", page),
+    ):
+        code, out, err = run(*argv)
+        assert (code, out) == (2, "") and err.count("\n") == 1, err
+    name = tmp_path / ("n" * 245 + ".html")
+    assert run(path, "-o", name)[0] == 0 and rows(name) == 9
+
+
+def test_a_pipe_in_place_of_a_file(run: Any, path: Path, tmp_path: Path):
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    code, _, err = run(pipe)
+    assert code == 2 and "name the page by -o" in err
+    for argv in (("--credit", "grpo"), ()):
+        writer = threading.Thread(target=lambda: pipe.write_bytes(path.read_bytes()))
+        writer.start()
+        assert run(pipe, "-o", tmp_path / "p.html", "--overwrite", *argv)[0] == 0
+        writer.join()
+        assert rows(tmp_path / "p.html") == 9
+
+
+def spawned(command: str, folder: Path, **variables: str) -> subprocess.CompletedProcess[bytes]:
+    python = f"{sys.executable} -m tokencredit"
+    source = Path(__file__).parents[2] / "src"
+    return subprocess.run(
+        ["bash", "-c", command.replace("TOKENCREDIT", python)],
+        cwd=folder,
+        env=os.environ | {"PYTHONPATH": str(source)} | variables,
+        capture_output=True,
+        timeout=120,
+    )
+
+
+def test_output_that_cannot_be_written(path: Path):
+    saved(path, two_methods(300))
+    many = "TOKENCREDIT view rollouts.jsonl --terminal --limit 900"
+    done = spawned(f"{many} | head -1; echo ${{PIPESTATUS[0]}}", path.parent)
+    assert done.stdout.split() == [b"rollouts.jsonl", b"0"] and done.stderr == b""
+    done = spawned(f"{many} > /dev/full", path.parent)
+    assert done.returncode == 2 and done.stderr.count(b"\n") == 1, done.stderr
+    assert b"No space left" in done.stderr
+
+
+def test_a_terminal_that_cannot_show_everything(path: Path):
+    saved(path, [dataclasses.replace(two_methods(1)[0], tokens=["é↵", "b", "c", "d", "e", "f"])])
+    done = spawned(
+        "TOKENCREDIT view rollouts.jsonl --terminal; TOKENCREDIT view rollouts.jsonl -o é.html",
+        path.parent,
+        PYTHONIOENCODING="ascii",
+        PYTHONUTF8="0",
+    )
+    assert done.returncode == 0, done.stderr
+    assert b"\\xe9" in done.stdout and (path.parent / "é.html").exists()
+
+
+def test_errors_cannot_move_the_cursor(run: Any, path: Path):
+    nasty = "\x1b[2J\x1b]0;pwned\x07e"
+    saved(path, [dataclasses.replace(two_methods(1)[0], signals={nasty: [1.0] * 6})])
+    for argv in ((path, "--by", "x"), (f"{nasty}.jsonl",)):
+        code, _, err = run(*argv)
+        assert code == 2 and "\\x1b[2J" in err
+        assert all(c.isprintable() or c == "\n" for c in err)

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from looking import NASTY, saved, two_methods, unpacked
+from looking import NASTY, named, saved, two_methods, unpacked
 
 import tokencredit
 from tokencredit import GTPO, InputError, MissingSignalError, Rollouts, assign
@@ -53,11 +53,11 @@ def test_every_number_is_there():
         assert group["mask"] == [m for r in mine for m in r.mask]
         for rule in ("gtpo", "grpo_s"):
             advantage = [v for r in mine for v in r.credit[rule].advantage or ()]
-            assert near(group["values"][f"{rule}.advantage"], advantage)
+            assert near(group["values"][f"credit:{rule}.advantage"], advantage)
         entropy = [v for r in mine for v in r.signals["entropy"]]
-        assert near(group["values"]["entropy"], entropy)
+        assert near(group["values"]["signal:entropy"], entropy)
         shaped = [1.5 if m else None for r in mine for m in r.mask]
-        assert near(group["values"]["grpo_s.reward"], shaped)
+        assert near(group["values"]["credit:grpo_s.reward"], shaped)
     assert index["rows"]["reward"] == [1.0, 0.0, 0.0, 1.0, 0.0, None, 1.0, 0.0, 0.0]
     assert index["rows"]["length"] == [5] * 9
     assert index["rows"]["truncated"] == [False, True, False] * 3
@@ -99,9 +99,9 @@ def test_what_a_response_lacks_is_unknown_and_said():
     without = dataclasses.replace(without, signals={}, credit={})
     later = dataclasses.replace(with_entropy, signals={"work": [1.0] * 6}, credit={})
     _, [group] = unpacked(view([with_entropy, without, later]).html)
-    assert group["has"]["entropy"] == [0] and group["has"]["work"] == [2]
-    assert near(group["values"]["entropy"][6:], [None] * 12)
-    assert near(group["values"]["work"], [None] * 12 + [1.0] * 6)
+    assert group["has"]["signal:entropy"] == [0] and group["has"]["signal:work"] == [2]
+    assert near(group["values"]["signal:entropy"][6:], [None] * 12)
+    assert near(group["values"]["signal:work"], [None] * 12 + [1.0] * 6)
 
 
 @pytest.mark.parametrize("text", NASTY)
@@ -126,7 +126,7 @@ def test_texts_are_data(text: str):
     assert [tag for tag, _ in parsed] == [tag for tag, _ in plain]
     index, [group] = unpacked(page.html)
     assert {index["vocabulary"][code][0] for code in group["codes"]} != set()
-    assert text in [series["key"] for series in index["series"]]
+    assert text in named(series["key"] for series in index["series"])
 
 
 def test_one_script_may_run_and_nothing_is_fetched():
@@ -191,7 +191,7 @@ def test_a_batch():
     assert [g["lengths"] for g in groups] == [[2, 1], [3]]
     assert [index["vocabulary"][c][0] for c in groups[0]["codes"]] == ["⟨0⟩", "⟨1⟩", "⟨6⟩"]
     expected = assign(rollouts, "gtpo").advantage
-    assert groups[0]["values"]["gtpo.advantage"] == [
+    assert groups[0]["values"]["credit:gtpo.advantage"] == [
         *expected[0, :2].tolist(),
         float(expected[2, 0]),
     ]
@@ -224,9 +224,9 @@ def test_limit_and_step():
 
 def test_choices_for_the_start():
     index, _ = unpacked(view(two_methods(), by="entropy", against="grpo_s").html)
-    assert (index["by"], index["against"]) == ("entropy", "grpo_s.advantage")
+    assert (index["by"], index["against"]) == ("signal:entropy", "credit:grpo_s.advantage")
     index, _ = unpacked(view(two_methods()).html)
-    assert (index["by"], index["against"]) == ("gtpo.advantage", None)
+    assert (index["by"], index["against"]) == ("credit:gtpo.advantage", None)
     bare = Record(group=0, tokens=["a"], mask=[1], reward=1.0)
     assert unpacked(view([bare]).html)[0]["by"] is None
     with pytest.raises(InputError, match="'wrok'"):
@@ -240,7 +240,7 @@ def test_numbers_beyond_float32(number: float):
     index, [group] = unpacked(view([record]).html)
     largest = torch.finfo(torch.float32).max
     single = torch.tensor(number, dtype=torch.float64).clamp(-largest, largest).float().item()
-    assert group["values"]["s"] == [single]
+    assert group["values"]["signal:s"] == [single]
     assert all(math.isfinite(series["range"]) for series in index["series"])
 
 
@@ -282,3 +282,106 @@ def test_nothing_is_left_of_a_page_that_fails(tmp_path: Path):
     with pytest.raises(InputError, match=r"r\.jsonl:10"):
         save_page(path, tmp_path / "page.html")
     assert [p.name for p in tmp_path.iterdir()] == ["r.jsonl"]
+
+
+# -- batches --------------------------------------------------------------------------------
+
+
+def test_padding_on_the_left_is_left_out():
+    mask = torch.tensor([[0, 0, 1, 1, 1], [1, 1, 1, 0, 1]])
+    ids = torch.tensor([[0, 0, 5, 6, 7], [5, 6, 8, 9, 7]])
+    work = torch.rand(2, 5)
+    rollouts = Rollouts(torch.tensor([1.0, 0.0]), [0, 0], mask, work=work, token_ids=ids)
+    credit = assign(rollouts, "datc")
+    _, [group] = unpacked(view(rollouts, credit={"mine": credit}).html)
+    assert group["lengths"] == [3, 5] and group["mask"] == [1, 1, 1, 1, 1, 1, 0, 1]
+    for key, values in (
+        ("credit:mine.advantage", credit.advantage),
+        ("credit:mine.weight", credit.weight),
+        ("signal:work", work),
+    ):
+        assert values is not None
+        expected = [*values[0, 2:].tolist(), *values[1].tolist()]
+        if key != "signal:work":  # outside the mask there is no weight, and the advantage is 0
+            expected[6] = None if key.endswith("weight") else 0.0
+        assert near(group["values"][key], expected)
+
+
+def test_names_of_your_own():
+    rollouts = Rollouts(torch.tensor([1.0, 0.0]), [0, 0], torch.ones(2, 2),
+                        entropy=torch.tensor([[0.1, 2.0], [0.2, 1.0]]))  # fmt: skip
+    credit = {"weak": GTPO(), "strong": GTPO(alpha2=2.0), "plain": "grpo"}
+    index, _ = unpacked(view(rollouts, credit=credit).html)
+    assert set(index["rules"]) == {"weak", "strong", "plain"}
+    facts = dict(map(tuple, index["facts"]))
+    assert facts["strong"].startswith("rule gtpo, ") and "alpha2=2.0" in facts["strong"]
+    with pytest.raises(InputError, match=r"two of the rules are called 'gtpo'.*credit="):
+        view(rollouts, credit=[GTPO(), GTPO(alpha2=2.0)])
+
+
+def test_recorded_credit_stays(tmp_path: Path):
+    records = two_methods(1)
+    path = saved(tmp_path / "r.jsonl", records)
+    for source in (path, records):
+        index, [group] = unpacked(view(source, credit=["gtpo", "grpo", "gtpo"]).html)
+        assert set(index["rules"]) == {"gtpo", "grpo_s", "gtpo*", "grpo", "gtpo**"}
+        own = [v for r in records for v in r.credit["gtpo"].advantage or ()]
+        assert near(group["values"]["credit:gtpo.advantage"], own)
+        assert not near(group["values"]["credit:gtpo*.advantage"], own)
+
+
+def test_errors_name_what_the_user_named(tmp_path: Path):
+    plain = [dataclasses.replace(record, credit={}) for record in two_methods()]
+    path = saved(tmp_path / "mine.jsonl", plain)
+    with pytest.raises(MissingSignalError, match=r"mine\.jsonl: .*needs 'work'") as caught:
+        view(path, credit=["grpo", "datc"])
+    assert "tokencredit-" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "options", "words"),
+    [
+        (([{"group": 0}],), {}, "rollouts must be Rollouts, records, or a path, got list"),
+        ((two_methods(1)[0],), {}, "got Record"),
+        ((b"path",), {}, "got bytes"),
+        ((two_methods(1),), {"credit": None}, "credit must be rules"),
+        ((two_methods(1),), {"credit": GTPO}, "credit must be rules"),
+        ((two_methods(1),), {"credit": {"a": "gtpo"}}, "for a batch of Rollouts"),
+        ((two_methods(1),), {"tokens": [["a"]]}, "for a batch of Rollouts"),
+        ((two_methods(1),), {"title": 7}, "title must be a text"),
+        ((two_methods(1),), {"by": GTPO()}, "by must be a text"),
+        ((two_methods(1),), {"limit": "3"}, "limit must be an integer"),
+        ((two_methods(1),), {"step": 1.5}, "step must be an integer"),
+        (([*two_methods(2), *two_methods(1)],), {}, "group 'g0' reappears"),
+    ],
+)
+def test_wrong_arguments(arguments: tuple[Any, ...], options: dict[str, Any], words: str):
+    with pytest.raises(InputError, match=words):
+        view(*arguments, **options)
+
+
+def test_steps_within_a_group():
+    one, two, _ = two_methods(1)
+    records = [dataclasses.replace(one, step=1), dataclasses.replace(two, step=2)]
+    for step, reward in ((1, 1.0), (2, 0.0)):
+        index, _ = unpacked(view(records, step=step).html)
+        assert index["rows"]["reward"] == [reward]
+    with pytest.raises(InputError, match="no records of step 0; there are 1, 2"):
+        view(records, step=0)
+
+
+def test_numbers_beyond_javascript_are_spelt_out():
+    record = Record(group=0, token_ids=[2**53 + 1], mask=[1], reward=1.0, step=2**70)
+    index, _ = unpacked(view([record]).html)
+    assert index["vocabulary"][0][2] == str(2**53 + 1)
+    assert index["groups"][0]["step"] == str(2**70)
+
+
+def test_facts_and_rules_of_one_name():
+    record = dataclasses.replace(
+        two_methods(1)[0], credit={"model": CreditRecord(base=1.0, advantage=[1.0] * 6)}
+    )
+    index, _ = unpacked(view([record]).html)
+    assert ["model", "tiny"] in index["facts"] and ["model", "options not recorded"] in index[
+        "facts"
+    ]

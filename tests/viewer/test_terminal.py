@@ -26,27 +26,57 @@ def test_what_is_printed():
     lines = [line.rstrip() for line in text.splitlines()]
     assert lines[:2] == ["rollouts", "step: 0"]
     assert "gtpo: alpha2=0.2 (tokencredit 0.1.0)" in lines
-    assert any(line.startswith("colour: gtpo.advantage  -2") for line in lines)
+    assert any(
+        line.startswith("gtpo advantage: [-10] is -2, [+10] is 2 (98% of the values other than 0")
+        for line in lines
+    )
     start = lines.index("group g0  step 0")
     assert lines[start + 1 :] == [
         "question 0: 4 + 2",
         "#1  reward 1  right  base (gtpo) 1  tokens 5",
-        "  so 4 + 2 = 0<eos>",
+        "  so[+3] 4[-10] + [-]2 = 0[+5]<eos>[+1]",
         "#2  reward 0  wrong  truncated  kept out of the loss  base (gtpo) -1  tokens 5",
-        "  so 4 + 2◆ = 1<eos>",
+        "  so[+3] 4[-10] + [-]2◆ = 1[+5]<eos>[+1]",
         "#3  reward 0  wrong  base (gtpo) -1  tokens 5",
-        "  so 4 + 2◆ = 2<eos>",
+        "  so[+3] 4[-10] + [-]2◆ = 2[+5]<eos>[+1]",
     ]
 
 
 def test_two_methods_and_their_difference():
     text = printed(two_methods(1)[:1], by="gtpo", against="grpo_s")
-    titles = re.findall(r"^  (\S+\.\S.*?)\s*$", text, flags=re.M)
-    assert titles == ["gtpo.advantage", "grpo_s.advantage", "gtpo.advantage - grpo_s.advantage"]
-    # Things of two kinds have two scales and no difference.
-    text = printed(two_methods(1)[:1], by="gtpo", against="entropy")
-    assert re.findall(r"^  (\S+)\s*$", text, flags=re.M) == ["gtpo.advantage", "entropy"]
-    assert text.count("colour: ") == 2
+    titles = [line.strip() for line in text.splitlines() if re.match(r"  \w+ advantage", line)]
+    assert titles == ["gtpo advantage", "grpo_s advantage", "gtpo advantage - grpo_s advantage"]
+    # .5 - .4, -2 - .4, masked, 0 - .4, 1 - .4, .1 - .4 on a scale of 2.4.
+    assert "so[+1] 4[-10] + [-]2[-2] = 0[+3]<eos>[-2]" in text
+    # Things of two kinds have two scales and no difference; one thing twice is one.
+    assert printed(two_methods(1)[:1], by="gtpo", against="entropy").count("is ") == 4
+    assert printed(two_methods(1)[:1], by="gtpo", against="gtpo").count("is ") == 2
+
+
+def test_prompts_of_messages_are_printed():
+    call = {"role": "assistant", "content": None, "tool_calls": [{"name": "add"}]}
+    record = dataclasses.replace(
+        two_methods(1)[0], prompt=[{"role": "user", "content": "hi\x1b"}, call]
+    )
+    text = printed([record])
+    assert "user: hi\\x1b\n" in text and 'assistant: {"tool_calls": [{"name": "add"}]}' in text
+
+
+@pytest.mark.parametrize("columns", ["0", "1", "x"])
+def test_a_terminal_without_room(columns: str, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("COLUMNS", columns)
+    file = io.StringIO()
+    assert print_responses([two_methods(1)[:1]], file=file) == 1
+    assert "so" in file.getvalue()
+
+
+def test_sixteen_colours(monkeypatch: pytest.MonkeyPatch):
+    for name, value in {"TERM": "xterm", "FORCE_COLOR": "1", "COLORTERM": ""}.items():
+        monkeypatch.setenv(name, value)
+    file = io.StringIO()
+    print_responses([two_methods(1)[:1]], file=file, width=100)
+    # Weak ones colour the letters, strong ones the ground: no pale ground is the loudest.
+    assert "\x1b[34mso" in file.getvalue() and "\x1b[30;43m 4" in file.getvalue()
 
 
 def test_colours():

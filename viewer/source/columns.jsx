@@ -1,6 +1,6 @@
 // The responses of a group side by side, each once for every lane: one series, the other, the
 // difference. Only the columns on the screen are drawn.
-import { memo } from "preact/compat";
+import { flushSync, memo } from "preact/compat";
 import { useEffect, useLayoutEffect, useRef, useState } from "preact/hooks";
 import { useVirtualizer } from "@tanstack/react-virtual";
 import { at, divergence } from "./data.js";
@@ -19,8 +19,10 @@ export function laneValues(lane, response) {
 }
 
 export function Columns(props) {
-  const { items, width, printing } = props;
+  const { page, items, printing, focusRef } = props;
   const scroller = useRef(null);
+  const [room, setRoom] = useState(Infinity);
+  const width = Math.min(props.width, room);
   const virtual = useVirtualizer({
     count: items.length,
     horizontal: true,
@@ -29,12 +31,28 @@ export function Columns(props) {
     overscan: 1,
   });
   useLayoutEffect(() => virtual.measure(), [width]);
+  useLayoutEffect(() => {
+    // A column is never wider than what can be seen at once.
+    const observer = new ResizeObserver(([entry]) => setRoom(entry.contentRect.width || Infinity));
+    observer.observe(scroller.current);
+    return () => observer.disconnect();
+  }, []);
   const first = items.findIndex((item) => item.reference);
-  const shown_ = items[first]?.row;
+  const reference = items[first]?.row;
+  const show = () => first >= 0 && virtual.scrollToIndex(first, { align: "auto" });
   useEffect(() => {
-    if (first >= 0) virtual.scrollToIndex(first, { align: "auto" });
+    show();
     if (scroller.current) scroller.current.scrollTop = 0;
-  }, [shown_, width, items.length]);
+  }, [reference, width, items.length]);
+  // Asked for by a key, maybe before the group is there or while its column is out of sight.
+  useEffect(() => {
+    if (!focusRef.current || !items.length) return;
+    const tokens = scroller.current.querySelector(".reference .tokens");
+    if (tokens) {
+      focusRef.current = false;
+      tokens.focus();
+    } else show();
+  });
 
   const all = printing || items.length <= 3;
   const drawn = all
@@ -51,8 +69,9 @@ export function Columns(props) {
               {...item}
               left={start}
               width={width}
-              page={props.page}
+              page={page}
               shared={props.shared}
+              printing={printing}
               onToken={props.onToken}
               onSelect={props.onSelect}
             />
@@ -64,25 +83,26 @@ export function Columns(props) {
 }
 
 const Column = memo(function Column(props) {
-  const { page, row, response, lane, left, width, reference, parting, shared } = props;
+  const { page, row, response, lane, left, width, reference, parting, shared, printing } = props;
   const { rows } = page;
-  const [count, setCount] = useState(FIRST);
+  const [most, setMost] = useState(FIRST);
+  const count = printing ? Infinity : most;
   const values = laneValues(lane, response);
   const success = rows.success[row];
-  const rule = page.rules[lane.rule];
+  const rule = lane.minus === undefined ? page.rules[lane.rule] : undefined;
   const facts = [
     ["reward", rows.reward[row]],
     ...(rule
       ? [
           [lane.credit ? "base" : `base (${page.titles[lane.rule]})`, at(rule.base, row)],
-          ...(at(rule.reward, row) === null ? [] : [["shaped", at(rule.reward, row)]]),
+          ...(rule.reward.some((value) => value !== null) ? [["shaped", at(rule.reward, row)]] : []),
           ["effective", at(rule.effective, row)],
           ["flips", at(rule.flips, row)],
         ]
       : []),
     ["tokens", rows.length[row]],
+    ...(page.rewards.length > 1 ? page.rewards.map(([name, column]) => [name, at(column, row)]) : []),
   ];
-  const parts = page.rewards.map(([name, column]) => [name, at(column, row)]);
   const marks = [
     rows.truncated[row] && "truncated",
     rows.keep[row] === false && "kept out of the loss",
@@ -97,27 +117,29 @@ const Column = memo(function Column(props) {
     >
       <header>
         <div class="heading">
-          <button type="button" class="name" onClick={() => props.onSelect(row)}>
+          <button type="button" class="name" tabIndex={-1} onClick={() => props.onSelect(row)}>
             #{row + 1} {success === null ? "" : success ? "\u2713 right" : "\u2717 wrong"}
           </button>
           <span class="lane">{lane.title}</span>
         </div>
         <dl>
-          {facts.concat(parts.length > 1 ? parts : []).map(([name, value]) => (
+          {facts.map(([name, value]) => (
             <div class="pair">
               <dt>{name}</dt>
               <dd>{shown(value, 4)}</dd>
             </div>
           ))}
+          {lane.minus !== undefined && <Room lines={page.factLines(lane) - facts.length} />}
         </dl>
         <p class="marks">{marks.join(", ") || "\u00a0"}</p>
       </header>
       <Tokens
         {...{ page, row, response, lane, values, parting, shared, count }}
         onToken={props.onToken}
+        onMore={() => setMost(Infinity)}
       />
       {response.codes.length > count && (
-        <button type="button" class="more" onClick={() => setCount(count + FIRST)}>
+        <button type="button" class="more" onClick={() => setMost(most + FIRST)}>
           {response.codes.length - count} more tokens
         </button>
       )}
@@ -125,22 +147,29 @@ const Column = memo(function Column(props) {
   );
 });
 
+/** Empty facts, so that the tokens of a column without statistics stand as high as the others. */
+const Room = ({ lines }) =>
+  Array.from({ length: Math.max(lines, 0) }, () => <div class="pair">{"\u00a0"}</div>);
+
 /** The element of a token. */
 export const tokenId = (row, lane, i) => `t-${row}-${lane}-${i}`;
 
-function Tokens({ page, row, response, lane, values, parting, shared, count, onToken }) {
+function Tokens({ page, row, response, lane, values, parting, shared, count, onToken, onMore }) {
   const box = useRef(null);
   const active = useRef(0);
+  const pointer = useRef("");
   const { codes, mask } = response;
   const end = Math.min(codes.length, count);
+  const pick = (i) => onToken({ row, lane: lane.id, i });
 
-  const go = (i) => {
-    const to = Math.min(Math.max(i, 0), end - 1);
+  const go = (i, scroll = true) => {
+    const to = Math.min(Math.max(i, 0), codes.length - 1);
+    if (to >= end) flushSync(onMore);
     active.current = to;
     const element = document.getElementById(tokenId(row, lane.id, to));
     box.current.setAttribute("aria-activedescendant", tokenId(row, lane.id, to));
-    element?.scrollIntoView({ block: "nearest", inline: "nearest" });
-    onToken({ row, lane: lane.id, i: to, element });
+    if (scroll) element?.scrollIntoView({ block: "nearest", inline: "nearest" });
+    pick(to);
   };
   const placeOf = (target) => {
     const found = target.closest?.(".t");
@@ -173,7 +202,7 @@ function Tokens({ page, row, response, lane, values, parting, shared, count, onT
       ArrowDown: () => line(1),
       ArrowUp: () => line(-1),
       Home: () => 0,
-      End: () => end - 1,
+      End: () => codes.length - 1,
     };
     if (!moves[event.key] || !end) return;
     event.preventDefault();
@@ -195,6 +224,7 @@ function Tokens({ page, row, response, lane, values, parting, shared, count, onT
     return spans;
   };
   const prefix = Math.min(shared, end);
+  const whole = shared > 0 && shared <= end;
   return (
     <div
       class="tokens"
@@ -203,19 +233,28 @@ function Tokens({ page, row, response, lane, values, parting, shared, count, onT
       role="group"
       aria-label={`tokens of response ${row + 1} by ${lane.title}; arrow keys read the numbers`}
       onKeyDown={onKeyDown}
-      onFocus={() => end && go(active.current)}
-      onMouseOver={(event) => {
+      // A click picks its own token; only the keyboard goes to the one that was left.
+      onFocus={() => end && box.current.matches(":focus-visible") && go(active.current)}
+      onMouseMove={(event) => {
+        // Scrolling moves the page under a pointer that rests: that picks nothing.
+        const now = `${event.screenX} ${event.screenY}`;
+        if (pointer.current === now) return;
+        pointer.current = now;
         const i = placeOf(event.target);
-        if (i !== null) onToken({ row, lane: lane.id, i, element: event.target.closest(".t") });
+        if (i !== null) pick(i);
       }}
       onClick={(event) => {
         const i = placeOf(event.target);
-        if (i !== null) go(i);
+        if (i !== null) go(i, false);
       }}
     >
-      {prefix > 0 && <div class="shared">{draw(0, prefix)}</div>}
-      {prefix > 0 && <div class="divide">{prefix} tokens shared by all</div>}
-      {draw(prefix, end)}
+      {whole && <div class="shared">{draw(0, prefix)}</div>}
+      {whole && (
+        <div class="divide">
+          {shared} {shared === 1 ? "token" : "tokens"} shared by all
+        </div>
+      )}
+      {draw(whole ? prefix : 0, end)}
     </div>
   );
 }
@@ -224,24 +263,25 @@ function Tokens({ page, row, response, lane, values, parting, shared, count, onT
 export function columnItems(page, group, number, reference, lanes, only) {
   const { first, count } = page.groups[number];
   const wanted = reference - first;
-  const others = group.responses.filter((_, k) => k !== wanted);
+  const chosen = group.responses[wanted];
   const items = [];
+  let earliest = Infinity;
   for (let k = 0; k < count; k += 1) {
     if (only && k !== wanted) continue;
-    const { codes } = group.responses[k];
-    // Where a response leaves the chosen one, and where the first of the others leaves that one.
-    const against = k === wanted ? others : [group.responses[wanted]];
-    const places = against.map((one) => divergence(codes, one.codes));
-    const parting = places.length ? (k === wanted ? Math.min(...places) : places[0]) : -1;
+    // Where a response leaves the chosen one.
+    const { place } = divergence(page.vocabulary, chosen, group.responses[k]);
+    if (place >= 0 && k !== wanted) earliest = Math.min(earliest, place);
     for (const lane of lanes) {
       items.push({
         row: first + k,
         response: group.responses[k],
         lane,
         reference: k === wanted,
-        parting,
+        parting: place,
       });
     }
   }
+  // In the chosen one: where the first of the others leaves it.
+  for (const item of items) if (item.reference) item.parting = earliest;
   return items;
 }

@@ -28,7 +28,7 @@ function codes(buffer, offset, count) {
 }
 
 /** One group: for each response its codes, mask, and the series that it has. */
-function group(buffer) {
+function group(buffer, vocabulary) {
   const headed = new DataView(buffer).getUint32(0, true);
   const header = JSON.parse(new TextDecoder().decode(new Uint8Array(buffer, 4, headed)));
   const total = header.lengths.reduce((sum, length) => sum + length, 0);
@@ -52,21 +52,29 @@ function group(buffer) {
     start = end;
     return response;
   });
-  return { responses, shared: sharedLength(responses) };
+  const others = responses.slice(1).map((one) => divergence(vocabulary, responses[0], one));
+  const shared = others.length ? others.reduce((n, one) => Math.min(n, one.same), Infinity) : 0;
+  return { responses, shared };
 }
 
-/** How many tokens all responses begin with. */
-function sharedLength(responses) {
-  if (responses.length < 2) return 0;
-  return Math.min(...responses.slice(1).map((one) => divergence(responses[0].codes, one.codes)));
-}
-
-/** The place of the first token that differs, or the end of the shorter one. */
-export function divergence(a, b) {
+/**
+ * How many tokens two responses begin with, and the place of the first that differs: -1 if there
+ * is none, or it cannot be told. As `parting` of the Python package.
+ */
+export function divergence(vocabulary, { codes: a }, { codes: b }) {
   const end = Math.min(a.length, b.length);
-  for (let i = 0; i < end; i += 1) if (a[i] !== b[i]) return i;
-  return end;
+  for (let i = 0; i < end; i += 1) {
+    if (a[i] === b[i] && known(vocabulary[a[i]])) continue;
+    const [, , idA, , textA] = vocabulary[a[i]];
+    const [, , idB, , textB] = vocabulary[b[i]];
+    const ids = idA !== null && idB !== null;
+    if (!ids && (textA === null || textB === null)) return { same: i, place: -1 };
+    if (ids ? idA !== idB : textA !== textB) return { same: i, place: i };
+  }
+  return { same: end, place: a.length === b.length ? -1 : end };
 }
+
+const known = ([, , id, , text]) => id !== null || text !== null;
 
 const AT_ONCE = 12;
 
@@ -75,7 +83,6 @@ export function readPage() {
   const index = JSON.parse(document.getElementById("index").textContent);
   const blocks = [...document.querySelectorAll("script.group")];
   const kept = new Map();
-  index.series.forEach((one) => Object.freeze(one));
   const byKey = new Map(index.series.map((one) => [one.key, one]));
   return {
     ...index,
@@ -87,7 +94,7 @@ export function readPage() {
       if (!found) {
         const entry = {};
         entry.promise = unpacked(blocks[number].textContent).then((buffer) => {
-          entry.group = group(buffer);
+          entry.group = group(buffer, index.vocabulary);
           return entry.group;
         });
         found = entry;

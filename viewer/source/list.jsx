@@ -34,14 +34,14 @@ function fits(page, row, filter, rule) {
   const outcome = {
     all: true,
     right: rows.success[row] === true,
-    wrong: rows.success[row] === false && rows.reward[row] !== null,
+    wrong: rows.success[row] === false,
     truncated: rows.truncated[row] === true,
     unscored: rows.reward[row] === null,
     "left out": rows.keep[row] === false,
   }[filter.outcome];
   if (!outcome) return false;
-  const text = filter.text.trim().toLowerCase();
-  if (text && ![group.key, group.id, group.prompt].some((t) => t?.toLowerCase().includes(text))) {
+  const text = plain(filter.text.trim());
+  if (text && ![group.key, group.id, group.prompt].some((t) => t && plain(t).includes(text))) {
     return false;
   }
   for (const [key, { least, most }] of Object.entries(filter.bounds)) {
@@ -52,6 +52,8 @@ function fits(page, row, filter, rule) {
   }
   return true;
 }
+
+const plain = (text) => text.normalize("NFC").toLowerCase();
 
 /** The rows to list, in order; unknown values come last whatever the direction. */
 export function ordered(page, filter, sort, rule) {
@@ -78,9 +80,12 @@ export function List({ page, rows, rule, selected, onSelect, sort, onSort, listR
     overscan: 12,
   });
   const place = useMemo(() => rows.indexOf(selected), [rows, selected]);
+  const drawn = virtual.getVirtualItems();
   useEffect(() => {
     if (place >= 0) virtual.scrollToIndex(place, { align: "auto" });
-  }, [place]);
+  }, [selected]);
+  // Another order, or a filter: the first ones are what is asked for.
+  useEffect(() => virtual.scrollToIndex(0), [rows]);
 
   const onKeyDown = (event) => {
     const step = Math.max(1, Math.floor((scroller.current?.clientHeight ?? ROW) / ROW) - 1);
@@ -123,11 +128,13 @@ export function List({ page, rows, rule, selected, onSelect, sort, onSort, listR
         tabIndex={0}
         role="listbox"
         aria-label="responses"
-        aria-activedescendant={place >= 0 ? `row-${selected}` : undefined}
+        aria-activedescendant={
+          drawn.some((item) => item.index === place) ? `row-${selected}` : undefined
+        }
         onKeyDown={onKeyDown}
       >
         <div style={{ height: `${virtual.getTotalSize()}px`, position: "relative" }}>
-          {virtual.getVirtualItems().map((item) => {
+          {drawn.map((item) => {
             const row = rows[item.index];
             const group = page.rows.group[row];
             const success = page.rows.success[row];
@@ -136,6 +143,8 @@ export function List({ page, rows, rule, selected, onSelect, sort, onSort, listR
                 key={row}
                 id={`row-${row}`}
                 role="option"
+                aria-setsize={rows.length}
+                aria-posinset={item.index + 1}
                 aria-selected={row === selected}
                 class={`row ${group % 2 ? "odd" : ""}`}
                 style={{ transform: `translateY(${item.start}px)`, height: `${ROW}px` }}
@@ -155,6 +164,7 @@ export function List({ page, rows, rule, selected, onSelect, sort, onSort, listR
       </div>
       <p class="count" role="status">
         {rows.length} of {page.rows.group.length} responses
+        {rows.length ? "" : "; none fits"}
       </p>
     </div>
   );

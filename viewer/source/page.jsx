@@ -4,67 +4,64 @@ import { render } from "preact";
 import { flushSync } from "preact/compat";
 import { useCallback, useEffect, useLayoutEffect, useMemo, useRef, useState } from "preact/hooks";
 import { at, readPage } from "./data.js";
-import { shown } from "./colour.js";
+import { ends, quantile, shown } from "./colour.js";
 import { COLUMNS, List, OUTCOMES, ordered } from "./list.jsx";
-import { Columns, WIDTHS, columnItems } from "./columns.jsx";
+import { Columns, WIDTHS, columnItems, laneValues, tokenId } from "./columns.jsx";
 
 /** What the columns are coloured by: one series, or two and their difference. */
-function lanesOf(page, by, against) {
+function lanesOf(page, group, by, against) {
   const first = page.byKey.get(by);
   if (!first) return [{ id: "text", key: null, title: "text", scale: null, rule: null }];
-  const second = page.byKey.get(against);
+  const second = against === by ? undefined : page.byKey.get(against);
   const alike = second && second.kind === first.kind;
   const range = alike ? Math.max(first.range, second.range) : null;
+  const rule = first.rule ?? Object.keys(page.rules)[0];
   const lane = (id, series) => ({
     id,
     key: series.key,
     title: series.title,
     credit: series.rule !== null,
-    rule: series.rule ?? page.byKey.get(by)?.rule ?? Object.keys(page.rules)[0],
-    scale: { centre: series.centre, range: range ?? series.range, largest: series.largest },
-    unit: series.unit,
+    rule: series.rule ?? rule,
+    scale: { ...series, range: range ?? series.range, whole: range === null },
   });
-  if (!second || second === first) return [lane("a", first)];
+  if (!second) return [lane("a", first)];
   const lanes = [lane("a", first), lane("b", second)];
   if (alike) {
-    lanes.push({
+    const difference = {
       id: "d",
       key: first.key,
       minus: second.key,
       title: `${first.title} \u2212 ${second.title}`,
-      credit: first.rule !== null,
-      rule: first.rule,
-      scale: { centre: 0, range },
+      rule,
+    };
+    // Two methods may differ by little where they agree on much: a scale of its own.
+    const values = (group?.responses ?? []).flatMap((response) => {
+      const found = laneValues(difference, response);
+      return found ? [...found].filter((_, i) => response.mask[i] === 1) : [];
     });
+    difference.scale = { range: quantile(values, page.quantile), factor: false, here: true };
+    lanes.push(difference);
   }
   return lanes;
 }
 
 function Legend({ lanes, page }) {
-  const shades = [];
-  for (let k = -page.levels; k <= page.levels; k += 1) {
-    shades.push(<span class={`swatch ${k === 0 ? "z" : k > 0 ? `p${k}` : `n${-k}`}`} />);
+  const scales = [];
+  for (const lane of lanes) {
+    if (!lane.scale) continue;
+    const same = scales.find((one) => !one.scale.whole && !lane.scale.here && !one.scale.here);
+    if (same && !lane.scale.whole) same.titles.push(lane.title);
+    else scales.push({ scale: lane.scale, titles: [lane.title] });
   }
-  const seen = new Map(lanes.filter((lane) => lane.scale).map((lane) => [scaleText(lane), lane]));
   return (
-    <div class="legend" aria-label="scale">
-      {[...seen.values()].map(({ title, scale, unit }) => (
-        <div class="scale">
-          <b>{seen.size > 1 || lanes.length === 1 ? title : "both"}</b>
-          <span class="number">{shown(scale.centre - scale.range, 3)}</span>
-          <span class="shades">{shades}</span>
-          <span class="number">+{shown(scale.centre + scale.range, 3)}</span>
-          {unit && <span>{unit}</span>}
-          {scale.largest !== undefined && (
-            <span class="note">
-              {Math.round(100 * page.quantile)} % of those off {scale.centre} are within; farthest{" "}
-              {shown(scale.largest, 3)}
-            </span>
-          )}
-        </div>
+    <div class="legend" role="group" aria-label="scale">
+      {scales.map((one) => (
+        <Scale {...one} page={page} />
       ))}
       <div class="kinds">
-        <span class="t z">{lanes[0].scale ? `exactly ${lanes[0].scale.centre}` : "text"}</span>
+        <span class="t z">
+          {lanes[0].scale ? `exactly ${lanes[0].scale.factor ? 1 : 0}` : "text"}
+        </span>
         <span class="t u">unknown</span>
         <span class="t m">outside the mask</span>
         <span class="t k1">special</span>
@@ -74,9 +71,40 @@ function Legend({ lanes, page }) {
   );
 }
 
-const scaleText = ({ scale }) => `${scale.centre} ${scale.range}`;
+function Scale({ scale, titles, page }) {
+  const centre = scale.factor ? 1 : 0;
+  // A series that lies on one side of its centre needs one half of the colours.
+  const above = !scale.whole || scale.least === null || scale.most > centre;
+  const below = !scale.whole || scale.least === null || scale.least < centre;
+  const both = above === below;
+  const shades = [];
+  for (let k = below || both ? -page.levels : 0; k <= (above || both ? page.levels : 0); k += 1) {
+    shades.push(<span class={`swatch ${k === 0 ? "z" : k > 0 ? `p${k}` : `n${-k}`}`} />);
+  }
+  const [low, high] = ends(scale);
+  const digits = scale.factor ? 6 : 4; // weights may all be near one
+  return (
+    <div class="scale">
+      <b>{titles.join(", ")}</b>
+      <span class="number">{below || both ? shown(low, digits) : centre}</span>
+      <span class="shades">{shades}</span>
+      <span class="number">{above || both ? shown(high, digits) : centre}</span>
+      {scale.unit && <span>{scale.unit}</span>}
+      <span class="note">
+        {scale.here
+          ? `${Math.round(100 * page.quantile)} % of this group's values other than 0 are within`
+          : scale.whole && scale.least !== null
+            ? `${Math.round(100 * page.quantile)} % of the values other than ${centre} are within; ` +
+              `all from ${shown(scale.least, 4)} to ${shown(scale.most, 4)}`
+            : scale.whole
+              ? ""
+              : "the wider of the two scales"}
+      </span>
+    </div>
+  );
+}
 
-function Inspector({ page, token, groups, reference }) {
+function Inspector({ page, token, groups, lanes }) {
   const group = token && groups.get(page.rows.group[token.row]);
   if (!token || !group) {
     return <aside class="inspector">Point at a token, or move to it with the arrow keys.</aside>;
@@ -105,6 +133,14 @@ function Inspector({ page, token, groups, reference }) {
             <dd>{shown(response.values.get(series.key)?.[i])}</dd>
           </div>
         ))}
+        {lanes
+          .filter((lane) => lane.minus !== undefined)
+          .map((lane) => (
+            <div class="pair">
+              <dt>{lane.title}</dt>
+              <dd>{shown(laneValues(lane, response)?.[i])}</dd>
+            </div>
+          ))}
         {Object.entries(page.rules).map(([rule, columns]) => (
           <div class="pair">
             <dt>{page.titles[rule]} base</dt>
@@ -116,7 +152,7 @@ function Inspector({ page, token, groups, reference }) {
   );
 }
 
-function Filter({ filter, onFilter, textRef }) {
+function Filter({ filter, onFilter, textRef, listRef }) {
   const bound = (key, end) => (event) => {
     const text = event.currentTarget.value.trim();
     const value = text === "" || Number.isNaN(Number(text)) ? null : Number(text);
@@ -128,9 +164,10 @@ function Filter({ filter, onFilter, textRef }) {
       <input
         type="search"
         ref={textRef}
-        placeholder="group or prompt contains"
+        placeholder="search"
         aria-label="group or prompt contains"
         onInput={(event) => onFilter({ ...filter, text: event.currentTarget.value })}
+        onKeyDown={(event) => event.key === "Escape" && listRef.current?.focus()}
       />
       <select
         aria-label="outcome"
@@ -182,12 +219,11 @@ function App({ page }) {
   const groups = useRef(new Map());
   const listRef = useRef(null);
   const textRef = useRef(null);
+  const focusRef = useRef(false);
 
   const rule = page.byKey.get(by)?.rule ?? Object.keys(page.rules)[0];
   const rows = useMemo(() => ordered(page, filter, sort, rule), [filter, sort, rule]);
   const number = page.rows.group[selected];
-  const lanes = useMemo(() => lanesOf(page, by, against), [by, against]);
-
   const entry = page.load(number);
   useEffect(() => {
     let wanted = true;
@@ -201,12 +237,15 @@ function App({ page }) {
   }, [number]);
   const group = groups.current.get(number) ?? entry.group;
   if (group) groups.current.set(number, group);
+  const lanes = useMemo(() => lanesOf(page, group, by, against), [group, by, against]);
 
-  const onToken = useCallback((next) => {
-    document.querySelector(".t.current")?.classList.remove("current");
-    next.element?.classList.add("current");
-    setToken(next);
-  }, []);
+  const onToken = setToken;
+  // Drawn anew, a token loses what was set on its element: it is set after every drawing.
+  useLayoutEffect(() => {
+    document.querySelectorAll(".t.current").forEach((one) => one.classList.remove("current"));
+    if (!token) return;
+    document.getElementById(tokenId(token.row, token.lane, token.i))?.classList.add("current");
+  });
   const onSelect = useCallback((row) => {
     setSelected(row);
     setToken(null);
@@ -226,7 +265,10 @@ function App({ page }) {
         event.preventDefault();
         textRef.current?.focus();
       } else if (event.key === "l") listRef.current?.focus();
-      else if (event.key === "t") document.querySelector(".reference .tokens")?.focus();
+      else if (event.key === "t") {
+        focusRef.current = true;
+        redraw((n) => n + 1);
+      }
     };
     addEventListener("keydown", onKey);
     return () => {
@@ -263,11 +305,11 @@ function App({ page }) {
             ))}
           </dl>
         </details>
-        <details class="facts">
+        <details class="facts keys">
           <summary>keys</summary>
           <dl>
             <dt>/</dt>
-            <dd>search groups and prompts</dd>
+            <dd>search groups and prompts; Escape goes to the list</dd>
             <dt>l</dt>
             <dd>to the list: arrow keys, Page Up and Down, Home, End</dd>
             <dt>t</dt>
@@ -292,7 +334,7 @@ function App({ page }) {
         <Legend lanes={lanes} page={page} />
       </header>
       <nav>
-        <Filter filter={filter} onFilter={setFilter} textRef={textRef} />
+        <Filter filter={filter} onFilter={setFilter} textRef={textRef} listRef={listRef} />
         <List {...{ page, rows, rule, selected, onSelect, sort, onSort, listRef }} />
       </nav>
       <main>
@@ -306,7 +348,7 @@ function App({ page }) {
         </div>
         {group ? (
           <Columns
-            {...{ page, items, printing, onToken, onSelect }}
+            {...{ page, items, printing, onToken, onSelect, focusRef }}
             shared={layout === "group" ? group.shared : 0}
             width={WIDTHS[width]}
           />
@@ -314,11 +356,19 @@ function App({ page }) {
           <p class="wait">Unpacking ...</p>
         )}
       </main>
-      <Inspector page={page} token={token} groups={groups.current} />
+      <Inspector page={page} token={token} groups={groups.current} lanes={lanes} />
     </>
   );
 }
 
 const place = document.getElementById("page");
 place.replaceChildren();
-render(<App page={readPage()} />, place);
+const page = readPage();
+/** How many facts stand above the tokens in a column of a lane's own rule. */
+page.factLines = ({ rule }) => {
+  const columns = page.rules[rule];
+  if (!columns) return 0;
+  const shaped = columns.reward.some((value) => value !== null) ? 1 : 0;
+  return 5 + shaped + (page.rewards.length > 1 ? page.rewards.length : 0);
+};
+render(<App page={page} />, place);

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import errno
+import io
 import os
 import sys
 import traceback
@@ -16,6 +18,7 @@ from typing import NoReturn
 
 from tokencredit import __version__
 from tokencredit.errors import InputError, MissingExtraError, nearest
+from tokencredit.texts import printable
 
 __all__ = ["entry_point", "main"]
 
@@ -49,6 +52,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
     os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
     os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
+    for stream in (sys.stdout, sys.stderr):
+        # A terminal that cannot show a character shows its escape.
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
     try:
         code = _dispatch(arguments)
         if sys.stdout:  # None where it is closed from the start
@@ -57,7 +64,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except SystemExit as end:  # argparse, after --help
         return end.code if isinstance(end.code, int) else 0
     except (InputError, MissingExtraError) as error:
-        print(f"{_who()}: {' '.join(str(error).split())}", file=sys.stderr)
+        print(f"{_who()}: {printable(' '.join(str(error).split()))}", file=sys.stderr)
         return 2
     except BrokenPipeError:
         # The reader of our output left. Python would complain once more when it flushes.
@@ -67,20 +74,33 @@ def main(argv: Sequence[str] | None = None) -> int:
             return 0
         print(f"{_who()}: stopped, as nobody reads its output any more", file=sys.stderr)
         return 141
+    except OSError as error:
+        # Python would complain once more when it flushes what could not be written.
+        if error.errno != errno.ENOSPC or error.filename is not None:
+            return _fault(error)
+        with contextlib.suppress(OSError, ValueError):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        print(f"{_who()}: the output cannot be written: {error.strerror}", file=sys.stderr)
+        return 2
     except KeyboardInterrupt as stop:
-        print(f"\n{_who()}: {stop or 'interrupted'}", file=sys.stderr)
+        print(f"\n{_who()}: {str(stop) or 'interrupted'}", file=sys.stderr)
         return 130
     except Exception as error:
-        if type(error).__name__ == "RunFaultError":
-            print(f"{_who()}: fault: {error}", file=sys.stderr)
-        else:
-            traceback.print_exc()
-            print(
-                "tokencredit: fault: the above is a bug in tokencredit; please report it with "
-                "the output of `tokencredit env`",
-                file=sys.stderr,
-            )
-        return 1
+        return _fault(error)
+
+
+def _fault(error: Exception) -> int:
+    """Ours, not the user's."""
+    if type(error).__name__ == "RunFaultError":
+        print(f"{_who()}: fault: {error}", file=sys.stderr)
+    else:
+        traceback.print_exception(error)
+        print(
+            "tokencredit: fault: the above is a bug in tokencredit; please report it with "
+            "the output of `tokencredit env`",
+            file=sys.stderr,
+        )
+    return 1
 
 
 def _who() -> str:

@@ -9,6 +9,7 @@ from typing import Any
 
 from tokencredit.cli.main import Parser
 from tokencredit.errors import InputError
+from tokencredit.files import what_is
 from tokencredit.methods.registry import resolve
 from tokencredit.texts import printable
 
@@ -49,15 +50,19 @@ def run(argv: list[str]) -> int:
     parser.add_argument(
         "--credit",
         metavar="NAME,NAME,...",
-        help="methods to assign first, with their default options; see `tokencredit methods`",
+        help="methods to assign first, with their default options; see `tokencredit methods`; "
+        "one that the records hold credit of is shown with a star",
     )
     parser.add_argument(
         "--limit",
         type=int,
         metavar="N",
-        help=f"at most N responses, whole groups (default: all; in the terminal {IN_TERMINAL})",
+        help="the first groups that have at most N responses together, at least one "
+        f"(default: all; in the terminal {IN_TERMINAL})",
     )
-    parser.add_argument("--step", type=int, metavar="N", help="only the records of this step")
+    parser.add_argument(
+        "--step", type=int, metavar="N", help="only the records of this step, from 0"
+    )
     options: Any = parser.parse_args(argv)
     if options.terminal and options.output is not None:
         raise InputError("view: --terminal prints; leave out -o, or leave out --terminal")
@@ -107,8 +112,10 @@ def _target(source: str) -> Path:
     if source == "-":
         raise InputError("view: name the page by -o, or print by --terminal")
     path = Path(source)
-    if path.is_dir():
+    if what_is(path) == "folder":
         return path / "view.html"
+    if what_is(path) == "other":
+        raise InputError(f"view: {source} is no file; name the page by -o, or print by --terminal")
     name = path.name
     for ending in (".gz", ".zst", ".jsonl"):
         name = name.removesuffix(ending)

@@ -116,13 +116,13 @@ def records_from_rollouts(
 ) -> list[Record]:
     """A batch of `Rollouts` as records, in its order; the other way of `rollouts_from_records`.
 
-    Columns after a response's last masked token are padding and left out, columns before its
-    first one are kept. Rows that are not `real` are left out. Groups are numbered in order of
-    appearance; a group's rows should stand together, as they must in a file.
+    Columns before a response's first masked token and after its last one are padding and left
+    out. Rows that are not `real` are left out. Groups are numbered in order of appearance, as
+    `Rollouts` does; a group's rows should stand together, as they must in a file.
 
     Args:
         rollouts: on any device.
-        tokens: the texts of each row's tokens, at least those up to its last masked one. A record
+        tokens: the texts of each row's columns, at least up to its last masked one. A record
             needs them where the rollouts have no `token_ids`; without either, a token's text
             is empty.
 
@@ -153,26 +153,34 @@ def records_from_rollouts(
     for row, mask in enumerate(masks):
         if not real[row]:
             continue
-        length = max((place + 1 for place, masked in enumerate(mask) if masked), default=0)
-        if tokens is not None and len(tokens[row]) < length:
+        own = slice(*response_columns(mask))
+        if tokens is not None and len(tokens[row]) < own.stop:
             raise InputError(
                 f"records_from_rollouts: tokens[{row}] has {len(tokens[row])} texts, but the "
-                f"response has {length} tokens"
+                f"response ends in column {own.stop}"
             )
-        texts = None if tokens is None else tokens[row][:length]
+        texts = None if tokens is None else tokens[row][own]
+        if texts is None and ids is None:
+            texts = [""] * (own.stop - own.start)
         records.append(
             Record(
                 group=group[row],
-                token_ids=None if ids is None else ids[row][:length],
-                tokens=[""] * length if texts is None and ids is None else texts,
-                mask=mask[:length],
+                token_ids=None if ids is None else ids[row][own],
+                tokens=texts,
+                mask=mask[own],
                 reward=rewards[row],
                 success=success[row],
                 keep=keep[row],
-                signals={name: values[row][:length] for name, values in signals.items()},
+                signals={name: values[row][own] for name, values in signals.items()},
             )
         )
     return records
+
+
+def response_columns(mask: Sequence[int]) -> tuple[int, int]:
+    """From the first masked token to behind the last one."""
+    places = [place for place, masked in enumerate(mask) if masked]
+    return (places[0], places[-1] + 1) if places else (0, 0)
 
 
 def records_with_credit(

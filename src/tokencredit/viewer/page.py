@@ -25,13 +25,24 @@ from torch import Tensor
 from tokencredit.errors import InputError
 from tokencredit.records.schema import Record
 from tokencredit.texts import printable
-from tokencredit.viewer.pieces import pieces
+from tokencredit.viewer.pieces import pieces, prompt_text
 from tokencredit.viewer.provenance import Provenance
-from tokencredit.viewer.series import LEVELS, QUANTILE, Scale, Series, chosen, floats, token_values
+from tokencredit.viewer.series import (
+    LEVELS,
+    QUANTILE,
+    Scale,
+    Series,
+    chosen,
+    first_choice,
+    floats,
+    token_values,
+)
 
 __all__ = ["PageSummary", "write_page"]
 
 _KINDS = ("text", "special", "part", "broken")
+_EXACT = 1 << 53
+"""From here on JavaScript's numbers are not exact."""
 
 
 @dataclass(frozen=True)
@@ -99,6 +110,7 @@ class _Page:
         self._rewards: dict[str, list[Any]] = {}
         self._scales: dict[Series, Scale] = {}
         self._vocabulary: dict[tuple[int | None, str | bytes | None, str], int] = {}
+        self._texts: dict[str | bytes, int] = {}
         self._pieces: list[list[Any]] = []
         self._provenance = Provenance()
 
@@ -108,9 +120,9 @@ class _Page:
         self.groups.append(
             {
                 "key": printable(str(first.group)),
-                "step": first.step,
+                "step": None if first.step is None else str(first.step),
                 "id": None if first.prompt_id is None else printable(str(first.prompt_id)),
-                "prompt": _prompt(first),
+                "prompt": prompt_text(first),
                 "first": self.responses,
                 "count": len(group),
             }
@@ -124,7 +136,7 @@ class _Page:
             codes.extend(self._codes(record))
             masks.extend(record.mask)
             mask = torch.tensor(record.mask, dtype=torch.bool)
-            measures: dict[str, tuple[float, int]] = {}
+            measures: dict[str, tuple[float | None, int | None]] = {}
             for series, values in token_values(record).items():
                 column = columns.setdefault(series, array("f"))
                 # What earlier responses of the group do not have is unknown there.
@@ -135,8 +147,8 @@ class _Page:
                 known = _tensor(own)[mask]
                 scale = self._scales.get(series)
                 if scale is None:
-                    scale = self._scales[series] = Scale(series)
-                scale.add(known[~known.isnan()])
+                    scale = self._scales[series] = Scale(series.factor)
+                scale.add(known)
                 if series.kind == "advantage" and series.rule is not None:
                     measures[series.rule] = _measures(known, record.credit[series.rule].base)
             self._describe(record, measures)
@@ -146,7 +158,7 @@ class _Page:
             column.extend([float("nan")] * (len(codes) - len(column)))
         header = {
             "lengths": [record.length for record in group],
-            "series": [series.key for series in columns],
+            "series": [series.id for series in columns],
             "has": list(has.values()),
         }
         return _packed(header, codes, masks, list(columns.values()))
@@ -154,7 +166,7 @@ class _Page:
     def index(self, title: str, by: str | None, against: str | None) -> dict[str, Any]:
         known = list(self._scales)
         # Without credit or signals there is nothing to choose, and the texts alone are shown.
-        first = chosen(by, known) if by is not None else known[0] if known else None
+        first = chosen(by, known) if by is not None else first_choice(known)
         second = chosen(against, known) if against is not None else None
         return {
             "title": printable(title),
@@ -163,19 +175,20 @@ class _Page:
             "levels": LEVELS,
             "series": [
                 {
-                    "key": series.key,
-                    "kind": series.kind,
+                    "key": series.id,
+                    "kind": f"credit:{series.kind}" if series.rule else series.id,
                     "rule": series.rule,
                     "title": series.title,
                     "unit": series.unit,
-                    "centre": series.centre,
+                    "factor": series.factor,
                     "range": scale.range,
-                    "largest": scale.largest,
+                    "least": scale.least,
+                    "most": scale.most,
                 }
                 for series, scale in self._scales.items()
             ],
-            "by": None if first is None else first.key,
-            "against": None if second is None else second.key,
+            "by": None if first is None else first.id,
+            "against": None if second is None else second.id,
             "vocabulary": self._pieces,
             "groups": self.groups,
             "rows": self._rows,
@@ -194,11 +207,17 @@ class _Page:
             if code is None:
                 code = self._vocabulary[key] = len(self._pieces)
                 raw = [*text] if isinstance(text, bytes) else None
-                self._pieces.append([piece.text, _KINDS.index(piece.kind), token, raw])
+                # Whether two tokens are the same is told by ids, else by texts; an empty text
+                # alone tells nothing.
+                same = self._texts.setdefault(text, len(self._texts)) if text else None
+                spelt = token if token is None or token < _EXACT else str(token)
+                self._pieces.append([piece.text, _KINDS.index(piece.kind), spelt, raw, same])
             codes.append(code)
         return codes
 
-    def _describe(self, record: Record, measures: Mapping[str, tuple[float, int]]) -> None:
+    def _describe(
+        self, record: Record, measures: Mapping[str, tuple[float | None, int | None]]
+    ) -> None:
         row: dict[str, Any] = {
             "group": len(self.groups) - 1,
             "reward": record.reward,
@@ -225,29 +244,14 @@ def _append(columns: dict[str, list[Any]], entry: Mapping[str, Any], row: int) -
         column.append(value)
 
 
-def _measures(advantage: Tensor, base: float | None) -> tuple[float, int]:
+def _measures(advantage: Tensor, base: float | None) -> tuple[float | None, int | None]:
     """Effective tokens, as in `tokencredit.Credit`, and tokens of the opposite sign of the base."""
     known = advantage[~advantage.isnan()].double()
+    if len(advantage) and not len(known):
+        return None, None
     square = float(known.square().sum())
     effective = float(known.abs().sum()) ** 2 / square if square > 0 else 0.0
-    return effective, int((known * (base or 0.0) < 0).sum())
-
-
-def _prompt(record: Record) -> str:
-    prompt = record.prompt
-    if prompt is None or isinstance(prompt, str):
-        return printable_lines(prompt or "")
-    parts: list[str] = []
-    for message in prompt:
-        content = message.get("content")
-        text = content if isinstance(content, str) else json.dumps(content, ensure_ascii=False)
-        parts.append(f"{message.get('role')}: {text}")
-    return printable_lines("\n".join(parts))
-
-
-def printable_lines(text: str) -> str:
-    """`printable`, line by line."""
-    return "\n".join(printable(line.expandtabs(4)) for line in text.split("\n"))
+    return effective, None if base is None else int((known * base < 0).sum())
 
 
 def _tensor(values: array[float]) -> Tensor:

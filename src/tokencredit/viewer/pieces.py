@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import re
+import unicodedata
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -11,7 +13,7 @@ from typing import Literal
 from tokencredit.records.schema import Record
 from tokencredit.texts import printable
 
-__all__ = ["Piece", "pieces"]
+__all__ = ["Piece", "parting", "pieces", "prompt_text"]
 
 Kind = Literal["text", "special", "part", "broken"]
 
@@ -19,6 +21,8 @@ Kind = Literal["text", "special", "part", "broken"]
 # fullwidth bars.
 _SPECIAL = re.compile(r"<[|\uff5c].+[|\uff5c]>|</?[A-Za-z_]\w*>|\[[A-Z]{2,}\]")
 _PART = "\u00b7"
+# Letters and symbols by name, and yet nothing to be seen.
+_BLANK = frozenset("\u115f\u1160\u2800\u3164\uffa0")
 _NOTHING = "\u2205"
 
 
@@ -78,10 +82,16 @@ def _of_text(token: str) -> Piece:
 def _visible(text: str) -> str:
     if not text:
         return _NOTHING
-    if text.isprintable():
+    if all(unicodedata.category(c).startswith("M") for c in text):
+        return "\u25cc" + text  # marks that sit on the character before, which is another token's
+    if text.isprintable() and _BLANK.isdisjoint(text):
         return text
-    parts = [printable(part) for part in text.replace("\t", "\u21e5").split("\n")]
+    parts = [_spelt(part) for part in text.replace("\t", "\u21e5").split("\n")]
     return "\u21b5\n".join(parts)
+
+
+def _spelt(text: str) -> str:
+    return "".join(f"\\u{ord(c):04x}" if c in _BLANK else printable(c) for c in text)
 
 
 def _decoded(run: Sequence[bytes]) -> list[Piece]:
@@ -90,20 +100,30 @@ def _decoded(run: Sequence[bytes]) -> list[Piece]:
         return []
     joined = b"".join(run)
     texts = [""] * len(run)
+    shown = [""] * len(run)
     broken: set[int] = set()
     owner = [i for i, token in enumerate(run) for _ in token]
     at = 0
+
+    def show(i: int) -> None:
+        if texts[i]:
+            shown[i] += _visible(texts[i])
+            texts[i] = ""
+
     while at < len(joined):
-        length = _character(joined, at)
+        i, length = owner[at], _character(joined, at)
         if length:
-            texts[owner[at]] += _visible(joined[at : at + length].decode())
+            texts[i] += joined[at : at + length].decode()
         else:
-            texts[owner[at]] += f"\\x{joined[at]:02x}"
-            broken.add(owner[at])
+            show(i)
+            shown[i] += f"\\x{joined[at]:02x}"
+            broken.add(i)
         at += max(length, 1)
+    for i in range(len(run)):
+        show(i)
     return [
         Piece(text or (_PART if token else _NOTHING), _kind(text, i in broken))
-        for i, (text, token) in enumerate(zip(texts, run, strict=True))
+        for i, (text, token) in enumerate(zip(shown, run, strict=True))
     ]
 
 
@@ -122,3 +142,49 @@ def _character(data: bytes, at: int) -> int:
             continue
         return min(length, len(data) - at)
     return 0
+
+
+def parting(one: Record, other: Record) -> int | None:
+    """The place of the first token that differs, or where the shorter response ends.
+
+    Tokens are the same if their ids are, or their texts where one has no ids. None if it cannot
+    be told, or if there is no such place.
+
+    Example:
+        >>> a, b = (Record(group=0, token_ids=i, mask=[1] * 3, reward=None)
+        ...         for i in ([5, 6, 7], [5, 8, 7]))
+        >>> parting(a, b), parting(a, a)
+        (1, None)
+    """
+    for place in range(min(one.length, other.length)):
+        if one.token_ids is not None and other.token_ids is not None:
+            same = one.token_ids[place] == other.token_ids[place]
+        elif one.tokens is not None and other.tokens is not None and one.tokens[place]:
+            same = one.tokens[place] == other.tokens[place]
+        else:
+            return None
+        if not same:
+            return place
+    return None if one.length == other.length else min(one.length, other.length)
+
+
+def prompt_text(record: Record) -> str:
+    """The prompt as it is shown: text, or messages one below the other."""
+    prompt = record.prompt
+    if prompt is None or isinstance(prompt, str):
+        return _lines(prompt or "")
+    parts: list[str] = []
+    for message in prompt:
+        content = message.get("content")
+        rest = {k: v for k, v in message.items() if k not in ("role", "content") and v is not None}
+        text = content if isinstance(content, str) else ""
+        if content is not None and not isinstance(content, str):
+            text = json.dumps(content, ensure_ascii=False)
+        if rest:
+            text += " " + json.dumps(rest, ensure_ascii=False)
+        parts.append(f"{message.get('role')}: {text.strip()}")
+    return _lines("\n".join(parts))
+
+
+def _lines(text: str) -> str:
+    return "\n".join(printable(line.expandtabs(4)) for line in text.split("\n"))

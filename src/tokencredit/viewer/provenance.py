@@ -9,8 +9,12 @@ from tokencredit.records.schema import Record
 
 __all__ = ["Provenance"]
 
-_FACTS = ("model", "tokenizer", "temperature", "entropy_source", "tokencredit")
-_NAMES = {"entropy_source": "entropies from", "tokencredit": "recorded by tokencredit"}
+_FACTS = ("model", "tokenizer", "temperature", "reward_model", "entropy_source", "tokencredit")
+_NAMES = {
+    "reward_model": "reward model",
+    "entropy_source": "entropies from",
+    "tokencredit": "recorded by tokencredit",
+}
 _SHOWN = 3
 
 
@@ -26,7 +30,8 @@ class Provenance:
     """
 
     def __init__(self) -> None:
-        self._values: dict[str, dict[str, None]] = {}
+        self._facts: dict[str, dict[str, None]] = {}
+        self._rules: dict[str, dict[str, None]] = {}
         self._steps: list[int] = []
 
     def add(self, record: Record) -> None:
@@ -35,25 +40,25 @@ class Provenance:
             self._steps.append(record.step)
         for name in _FACTS:
             if record.meta.get(name) is not None:
-                self._note(_NAMES.get(name, name), str(record.meta[name]))
+                self._facts.setdefault(name, {})[str(record.meta[name])] = None
         about: Any = record.meta.get("credit")
         known = cast("dict[str, Any]", about) if isinstance(about, Mapping) else {}
         for rule in dict.fromkeys([*known, *record.credit]):
-            self._note(rule, _in_words(rule, known.get(rule)))
+            self._rules.setdefault(rule, {})[_in_words(rule, known.get(rule))] = None
 
     def facts(self) -> list[tuple[str, str]]:
         """Name and value, in a fixed order: what was sampled, then each rule."""
-        order = {_NAMES.get(name, name): place for place, name in enumerate(_FACTS)}
-        found = sorted(self._values, key=lambda name: order.get(name, len(order)))
-        facts = [(name, _several(list(self._values[name]))) for name in found]
+        facts = [
+            (_NAMES.get(name, name), _several(list(self._facts[name])))
+            for name in _FACTS
+            if name in self._facts
+        ]
+        facts += [(rule, _several(list(words))) for rule, words in self._rules.items()]
         if self._steps:
             steps = list(dict.fromkeys(self._steps))
             text = str(steps[0]) if len(steps) == 1 else f"{min(steps)} .. {max(steps)}"
             facts.insert(0, ("step" if len(steps) == 1 else "steps", text))
         return facts
-
-    def _note(self, name: str, value: str) -> None:
-        self._values.setdefault(name, {})[value] = None
 
 
 def _several(values: list[str]) -> str:

@@ -14,13 +14,13 @@ from tokencredit.errors import InputError, nearest
 from tokencredit.records.schema import Record
 from tokencredit.texts import printable
 
-__all__ = ["Scale", "Series", "chosen", "level", "token_values"]
+__all__ = ["Scale", "Series", "chosen", "first_choice", "level", "token_values"]
 
 QUANTILE = 0.98
 """The share of values that a scale covers; the rest is drawn like its ends."""
 LEVELS = 10
 """How many shades a side has."""
-_TITLES = {"reward": "shaped reward", "logprob": "log-probability"}
+_TITLES = {"reward": "shaped reward", "logprob": "log-probability", "": '""'}
 _KEPT = 1 << 20
 _LARGEST = torch.finfo(torch.float32).max
 
@@ -30,7 +30,8 @@ class Series:
     """One number a token.
 
     Attributes:
-        key: ``gtpo.advantage``, ``gtpo.reward``, ``gtpo.weight``; a signal by its name.
+        key: what users call it: ``gtpo.advantage``, ``gtpo.reward``, ``gtpo.weight``; a signal's
+            name.
         kind: "advantage", "reward" or "weight", or the signal's name: what may be compared.
         rule: whose credit it is; None for a signal.
     """
@@ -38,6 +39,11 @@ class Series:
     key: str
     kind: str
     rule: str | None
+
+    @property
+    def id(self) -> str:
+        """Tells a rule's credit from a signal that is called like it."""
+        return f"{'signal' if self.rule is None else 'credit'}:{self.key}"
 
     @property
     def title(self) -> str:
@@ -51,9 +57,9 @@ class Series:
         return "nats" if self.kind == "entropy" or self.kind.endswith("logprob") else None
 
     @property
-    def centre(self) -> float:
-        """The value without colour: that of a weight which changes nothing is one."""
-        return 1.0 if self.kind == "weight" else 0.0
+    def factor(self) -> bool:
+        """A weight multiplies: 1 changes nothing, and a quarter is as far from it as 4."""
+        return self.rule is not None and self.kind == "weight"
 
 
 def token_values(record: Record) -> dict[Series, Sequence[float | None]]:
@@ -97,7 +103,7 @@ def chosen(name: str, known: Iterable[Series]) -> Series:
         >>> [chosen(name, both).key for name in ("gtpo", "advantage", "work")]
         ['gtpo.advantage', 'gtpo.advantage', 'work']
     """
-    listed = list(known)
+    listed = sorted(known, key=lambda series: series.rule is None)
     for wanted in (name, f"{name}.advantage"):
         for series in listed:
             if series.key == wanted:
@@ -110,27 +116,48 @@ def chosen(name: str, known: Iterable[Series]) -> Series:
     raise InputError(f"the records have no {name!r}{nearest(name, keys)}{there}")
 
 
+def first_choice(known: Iterable[Series]) -> Series | None:
+    """What is shown if nobody says: the first advantage, else the first signal, else anything."""
+    order = {"advantage": 0, "signal": 1, "other": 2}
+
+    def rank(series: Series) -> int:
+        kind = series.kind if series.kind == "advantage" and series.rule else "other"
+        return order["signal" if series.rule is None else kind]
+
+    return min(known, key=rank, default=None)
+
+
 class Scale:
     """How far a series goes from its centre, over the tokens inside the masks.
 
-    The range is a quantile of the distances that are not zero, so that few extreme tokens do not
-    leave all others without colour. Of a long file every second value is kept, or every fourth
-    and so on.
+    The centre is 0; for weights it is 1, and distances are those of logarithms. The range is a
+    quantile of the distances that are not zero, so that few extreme tokens do not leave all
+    others without colour. Of a long file every second value is kept, or every fourth and so on.
+
+    Args:
+        factor: whether these are weights.
     """
 
-    def __init__(self, series: Series) -> None:
-        self.series = series
-        self.largest = 0.0
+    def __init__(self, factor: bool = False) -> None:
+        self.factor = factor
+        self.least: float | None = None
+        self.most: float | None = None
         self._kept: list[Tensor] = []
         self._count = 0
         self._stride = 1
 
     def add(self, values: Tensor) -> None:
         """Take note of the values (float32) of tokens inside the mask; NaN is unknown."""
-        distances = (values - self.series.centre).abs()
+        values = values[~values.isnan()]
+        if not len(values):
+            return
+        least, most = float(values.min()), float(values.max())
+        self.least = least if self.least is None else min(self.least, least)
+        self.most = most if self.most is None else max(self.most, most)
+        if self.factor:
+            values = values[values > 0].log()
+        distances = values.abs()
         distances = distances[distances > 0]
-        if len(distances):
-            self.largest = max(self.largest, float(distances.max()))
         self._kept.append(distances[:: self._stride])
         self._count += len(self._kept[-1])
         if self._count > _KEPT:
@@ -147,17 +174,28 @@ class Scale:
         rank = min(math.ceil(QUANTILE * len(values)), len(values))
         return float(values.kthvalue(rank).values)
 
+    def ends(self, extent: float) -> tuple[float, float]:
+        """The values that are drawn in the strongest colours, of a scale of this range."""
+        if self.factor:
+            # Only a broken weight is beyond what a double holds.
+            return math.exp(-min(extent, 700.0)), math.exp(min(extent, 700.0))
+        return -extent, extent
 
-def level(value: float | None, centre: float, extent: float) -> int | None:
+
+def level(value: float | None, extent: float, *, factor: bool = False) -> int | None:
     """The shade of a value: -10 to 10, 0 only for the centre itself; None if it is unknown.
 
     Example:
-        >>> [level(v, 0.0, 2.0) for v in (0.0, 1e-9, 1.0, -5.0, None)]
+        >>> [level(v, 2.0) for v in (0.0, 1e-9, 1.0, -5.0, None)]
         [0, 1, 5, -10, None]
+        >>> [level(v, math.log(4), factor=True) for v in (1.0, 2.0, 0.5, 0.0)]
+        [0, 5, -5, -10]
     """
     if value is None or value != value:
         return None
-    distance = value - centre
+    distance = value
+    if factor:
+        distance = math.log(value) if value > 0 else -math.inf
     if distance == 0:
         return 0
     # So that a number rounded to float32 has the shade of the exact one.
@@ -180,6 +218,6 @@ def scales_of(records: Iterable[Record]) -> Mapping[Series, Scale]:
     for record in records:
         mask = torch.tensor(record.mask, dtype=torch.bool)
         for series, values in token_values(record).items():
-            scale = scales.setdefault(series, Scale(series))
+            scale = scales.setdefault(series, Scale(series.factor))
             scale.add(torch.tensor(floats(values))[mask])
     return scales

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import IO, TYPE_CHECKING, Any
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import IO, TYPE_CHECKING, Any, NoReturn
+
+import torch
 
 from tokencredit.errors import InputError, MissingExtraError
 from tokencredit.records.schema import Record
 from tokencredit.texts import printable
-from tokencredit.viewer.pieces import Piece, pieces
+from tokencredit.viewer.pieces import Piece, parting, pieces, prompt_text
 from tokencredit.viewer.provenance import Provenance
 from tokencredit.viewer.series import (
     LEVELS,
@@ -16,6 +19,8 @@ from tokencredit.viewer.series import (
     Scale,
     Series,
     chosen,
+    first_choice,
+    floats,
     level,
     scales_of,
     token_values,
@@ -30,6 +35,7 @@ __all__ = ["print_responses"]
 # Okabe and Ito's blue and vermilion; the ink on them is chosen by their brightness.
 _POSITIVE, _NEGATIVE = (0, 114, 178), (213, 94, 0)
 _WEAKEST = 0.2
+_NARROWEST = 20
 
 
 def print_responses(
@@ -46,7 +52,8 @@ def print_responses(
 
     Blue is above the centre, orange below it; tokens outside the mask are struck through, those
     of unknown value are in italics, and where the value is exactly the centre there is no colour.
-    ``◆`` stands before the first token that differs from the group's first response.
+    Without colours the shade, -10 to 10, stands behind each token instead. ``◆`` stands before the
+    first token that differs from the group's first response.
 
     Args:
         groups: the responses of a prompt together; all are held in memory for the scale.
@@ -70,11 +77,11 @@ def print_responses(
         ...                   signals={"entropy": [0.5, 0.0]})]
         >>> print_responses([records], width=99, colour=False)  # doctest: +ELLIPSIS
         rollouts
-        colour: entropy  -0.5 ... +0.5 ...
+        entropy: [-10] is -0.5, [+10] is 0.5 ...
         <BLANKLINE>
         group p
         #1  reward 1  tokens 2
-          42
+          4[+10]2
         1
     """
     console = _console(file, width, colour)
@@ -82,8 +89,8 @@ def print_responses(
     records = [record for group in listed for record in group]
     if not records:
         raise InputError(f"{title}: holds no records")
-    scales = scales_of(records)
-    lanes = _lanes(scales, by, against)
+    lanes = _lanes(records, by, against)
+    paint = _painter(console)
     console.print(_plain(title), style="bold")
     provenance = Provenance()
     for record in records:
@@ -91,44 +98,34 @@ def print_responses(
     for name, value in provenance.facts():
         console.print(_plain(f"{name}: {value}"), style="dim")
     for lane in lanes:
-        console.print(lane.legend())
+        console.print(paint.legend(lane))
     number = 0
     for group in listed:
         console.print()
         first = group[0]
         about = f"group {first.group}" + ("" if first.step is None else f"  step {first.step}")
         console.print(_plain(about), style="bold")
-        if isinstance(first.prompt, str) and first.prompt:
-            console.print(_plain(first.prompt), style="dim")
+        if prompt := prompt_text(first):
+            console.print(_text(prompt), style="dim")
         for record in group:
             number += 1
             console.print(_facts(number, record, lanes))
-            parting = _parting(first, record)
             for lane in lanes:
                 if len(lanes) > 1:
                     console.print(_plain(f"  {lane.title}"), style="dim")
-                console.print(_indented(lane.tokens(record, parting)))
+                console.print(_indented(paint.tokens(lane, record, parting(first, record))))
     return number
 
 
+@dataclass(frozen=True)
 class _Lane:
     """One series, or the difference of two, with its scale."""
 
-    def __init__(self, title: str, first: Series, minus: Series | None, extent: float) -> None:
-        self.title = title
-        self.first = first
-        self.minus = minus
-        self.extent = extent
-        self.centre = 0.0 if minus is not None else first.centre
-
-    def legend(self) -> Text:
-        text = _text()
-        low, high = self.centre - self.extent, self.centre + self.extent
-        text.append(f"colour: {printable(self.title)}  {low:.4g} ")
-        for shade in range(-LEVELS, LEVELS + 1):
-            text.append(" ", style=_style(shade))
-        text.append(f" {high:+.4g}  ({QUANTILE:.0%} of the values off {self.centre:g} are within)")
-        return text
+    title: str
+    first: Series
+    minus: Series | None
+    scale: Scale
+    extent: float
 
     def values(self, record: Record) -> Sequence[float | None]:
         known = token_values(record)
@@ -140,44 +137,120 @@ class _Lane:
             None if a is None or b is None else a - b for a, b in zip(first, second, strict=True)
         ]
 
-    def tokens(self, record: Record, parting: int | None) -> Text:
+    def shades(self, record: Record) -> list[int | None]:
+        values = self.values(record)
+        return [level(value, self.extent, factor=self.scale.factor) for value in values]
+
+
+def _lanes(records: Sequence[Record], by: str | None, against: str | None) -> list[_Lane]:
+    known: Mapping[Series, Scale] = scales_of(records)
+    first = chosen(by, known) if by is not None else first_choice(known)
+    if first is None:
+        raise InputError("the records have neither credit nor signals to colour by")
+    second = chosen(against, known) if against is not None else first
+
+    def lane(series: Series, extent: float | None = None) -> _Lane:
+        scale = known[series]
+        return _Lane(series.title, series, None, scale, extent or scale.range)
+
+    if second == first:
+        return [lane(first)]
+    if (second.kind, second.rule is None) != (first.kind, first.rule is None):
+        return [lane(first), lane(second)]
+    extent = max(known[first].range, known[second].range)
+    difference = _Lane(f"{first.title} - {second.title}", first, second, Scale(), 1.0)
+    for record in records:
+        mask = torch.tensor(record.mask, dtype=torch.bool)
+        difference.scale.add(torch.tensor(floats(difference.values(record)))[mask])
+    own = _Lane(difference.title, first, second, difference.scale, difference.scale.range)
+    return [lane(first, extent), lane(second, extent), own]
+
+
+class _Paint:
+    """Colours, with the ink that can be read on them."""
+
+    def legend(self, lane: _Lane) -> Text:
         text = _text()
-        shown = zip(pieces(record), record.mask, self.values(record), strict=True)
-        for place, (piece, masked, value) in enumerate(shown):
-            if place == parting:
-                text.append("\u25c6", style="bold")
-            text.append(piece.text, style=self._style(piece, bool(masked), value))
+        low, high = lane.scale.ends(lane.extent)
+        text.append(f"{lane.title}: {low:.4g} ")
+        for shade in range(-LEVELS, LEVELS + 1):
+            text.append(" ", style=self.shade(shade))
+        text.append(f" {high:.4g}{_reach(lane)}")
         return text
 
-    def _style(self, piece: Piece, masked: bool, value: float | None) -> str:
+    def tokens(self, lane: _Lane, record: Record, parts: int | None) -> Text:
+        text = _text()
+        shown = zip(pieces(record), record.mask, lane.shades(record), strict=True)
+        for place, (piece, masked, shade) in enumerate(shown):
+            if place == parts:
+                text.append("\u25c6", style="bold")
+            self.token(text, piece, bool(masked), shade)
+        if parts is not None and parts >= record.length:
+            text.append("\u25c6", style="bold")
+        return text
+
+    def token(self, text: Text, piece: Piece, masked: bool, shade: int | None) -> None:
         styles = ["bold"] if piece.kind == "special" else []
         if not masked:
-            return " ".join([*styles, "dim strike"])
-        shade = level(value, self.centre, self.extent)
-        styles.append("italic underline" if shade is None else _style(shade))
-        return " ".join(styles)
+            styles.append("dim strike")
+        else:
+            styles.append("italic underline" if shade is None else self.shade(shade))
+        text.append(piece.text, style=" ".join(styles))
+
+    def shade(self, shade: int) -> str:
+        if shade == 0:
+            return ""
+        hue = _POSITIVE if shade > 0 else _NEGATIVE
+        share = _WEAKEST + (1 - _WEAKEST) * (abs(shade) - 1) / (LEVELS - 1)
+        red, green, blue = (round(255 + share * (c - 255)) for c in hue)
+        ink = "white" if 0.299 * red + 0.587 * green + 0.114 * blue < 128 else "black"
+        return f"{ink} on rgb({red},{green},{blue})"
 
 
-def _lanes(scales: Any, by: str | None, against: str | None) -> list[_Lane]:
-    known: dict[Series, Scale] = dict(scales)
-    if not known:
-        raise InputError("the records have neither credit nor signals to colour by")
-    first = chosen(by, known) if by is not None else next(iter(known))
-    extent = known[first].range
-    if against is None:
-        return [_Lane(first.key, first, None, extent)]
-    second = chosen(against, known)
-    if second.kind != first.kind:
-        return [
-            _Lane(first.key, first, None, extent),
-            _Lane(second.key, second, None, known[second].range),
-        ]
-    extent = max(extent, known[second].range)
-    return [
-        _Lane(first.key, first, None, extent),
-        _Lane(second.key, second, None, extent),
-        _Lane(f"{first.key} - {second.key}", first, second, extent),
-    ]
+class _FewColours(_Paint):
+    """Sixteen colours have no pale ones: weak shades colour the letters, strong ones the ground."""
+
+    def shade(self, shade: int) -> str:
+        if shade == 0:
+            return ""
+        hue = "blue" if shade > 0 else "yellow"
+        return hue if abs(shade) <= LEVELS // 2 else f"black on {hue}"
+
+
+class _NoColours(_Paint):
+    """Numbers in their place."""
+
+    def legend(self, lane: _Lane) -> Text:
+        low, high = lane.scale.ends(lane.extent)
+        what = f"[-{LEVELS}] is {low:.4g}, [+{LEVELS}] is {high:.4g}"
+        return _text(f"{lane.title}: {what}{_reach(lane)}; [?] unknown, [-] outside the mask")
+
+    def token(self, text: Text, piece: Piece, masked: bool, shade: int | None) -> None:
+        text.append(piece.text)
+        if not masked:
+            text.append("[-]")
+        elif shade is None:
+            text.append("[?]")
+        elif shade:
+            text.append(f"[{shade:+d}]")
+
+
+def _painter(console: Console) -> _Paint:
+    if console.no_color or console.color_system is None:
+        return _NoColours()
+    return _FewColours() if console.color_system == "standard" else _Paint()
+
+
+def _reach(lane: _Lane) -> str:
+    """What the scale covers, where it is the series' own."""
+    least, most = lane.scale.least, lane.scale.most
+    if least is None or most is None or lane.extent != lane.scale.range:
+        return ""
+    centre = 1 if lane.scale.factor else 0
+    return (
+        f" ({QUANTILE:.0%} of the values other than {centre} are within; "
+        f"all from {least:.4g} to {most:.4g})"
+    )
 
 
 def _facts(number: int, record: Record, lanes: Sequence[_Lane]) -> Text:
@@ -202,30 +275,6 @@ def _number(value: float | None) -> str:
     return "unknown" if value is None else f"{value:.4g}"
 
 
-def _parting(first: Record, record: Record) -> int | None:
-    """The first token that differs from the group's first response; None in that one itself."""
-    if record is first:
-        return None
-    one, other = (
-        r.token_ids if r.token_ids is not None else r.tokens or () for r in (first, record)
-    )
-    for place, (a, b) in enumerate(zip(one, other, strict=False)):
-        if a != b:
-            return place
-    return min(len(one), len(other))
-
-
-def _style(shade: int) -> str:
-    """A shade as rich names it: colours of their own, as a terminal's background is not known."""
-    if shade == 0:
-        return ""
-    hue = _POSITIVE if shade > 0 else _NEGATIVE
-    share = _WEAKEST + (1 - _WEAKEST) * (abs(shade) - 1) / (LEVELS - 1)
-    red, green, blue = (round(255 + share * (c - 255)) for c in hue)
-    ink = "white" if 0.299 * red + 0.587 * green + 0.114 * blue < 128 else "black"
-    return f"{ink} on rgb({red},{green},{blue})"
-
-
 def _indented(text: Text) -> Any:
     from rich.padding import Padding
 
@@ -248,7 +297,13 @@ def _console(file: IO[str] | None, width: int | None, colour: bool | None) -> Co
         from rich.console import Console
     except ImportError:
         raise MissingExtraError("rich", "terminal", "the view in the terminal") from None
-    return Console(
+
+    class OurConsole(Console):
+        def on_broken_pipe(self) -> NoReturn:
+            """Whoever read our output left: the command line knows what to do."""
+            raise BrokenPipeError
+
+    console = OurConsole(
         file=file,
         width=width,
         highlight=False,
@@ -256,3 +311,6 @@ def _console(file: IO[str] | None, width: int | None, colour: bool | None) -> Co
         force_terminal=colour or None,
         color_system="truecolor" if colour else "auto",
     )
+    if console.width < _NARROWEST:
+        console.width = _NARROWEST
+    return console

@@ -13,15 +13,23 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any, cast
 
+import torch
+from torch import Tensor
+
 from tokencredit.credit import Credit, assign
-from tokencredit.errors import InputError
-from tokencredit.files import opened_aside
+from tokencredit.errors import InputError, MissingSignalError
+from tokencredit.files import opened_aside, what_is
 from tokencredit.methods.registry import resolve
 from tokencredit.methods.rule import Rule
 from tokencredit.records.assigning import assign_file
-from tokencredit.records.reading import open_source
+from tokencredit.records.reading import open_source, read_groups, read_records
 from tokencredit.records.schema import Record
-from tokencredit.records.tensors import records_from_rollouts, records_with_credit
+from tokencredit.records.tensors import (
+    records_from_rollouts,
+    records_with_credit,
+    response_columns,
+)
+from tokencredit.records.writing import RecordWriter
 from tokencredit.rollouts import Rollouts
 from tokencredit.viewer.page import PageSummary, write_page
 
@@ -29,6 +37,7 @@ __all__ = ["ROLLOUTS", "Page", "recorded_groups", "save_page", "view"]
 
 ROLLOUTS = "rollouts.jsonl"
 """The records in a run folder."""
+_FEW = 12
 
 OnProgress = Callable[[int], object]
 _Path = str | os.PathLike[str]
@@ -69,7 +78,7 @@ class Page:
 def view(
     rollouts: Rollouts | Iterable[Record] | _Path,
     *,
-    credit: str | Rule | Iterable[str | Rule] | Mapping[str, Credit] = (),
+    credit: str | Rule | Iterable[str | Rule] | Mapping[str, Credit | str | Rule] = (),
     tokens: Sequence[Sequence[str | bytes]] | None = None,
     by: str | None = None,
     against: str | None = None,
@@ -84,10 +93,11 @@ def view(
     side, and two methods on one response beside their difference.
 
     Args:
-        rollouts: a batch; records, the responses of a group together; a file of records; or a run
-            folder.
-        credit: rules to assign first, by name or as objects; for a batch also the `Credit` that
-            you have, by name. Records keep the credit that they hold.
+        rollouts: a batch, whose groups are shown by their numbers; records, the responses of a
+            group together; a file of records; or a run folder.
+        credit: rules to assign first, by name or as objects; for a batch also a mapping from the
+            names that you like to rules or to the `Credit` that you have. Records keep the credit
+            that they hold: a rule of the same name is shown beside it, with a star.
         tokens: for a batch: the texts of each row's tokens, for example
             ``[tokenizer.convert_ids_to_tokens(ids) for ids in rollouts.token_ids]``. Without
             them tokens are shown by their ids.
@@ -95,7 +105,7 @@ def view(
             ``"entropy"``. Default: the first advantage there is, else the first signal.
         against: what to show beside it at first, with the difference if both are of one kind.
         limit: at most so many responses, in whole groups; at least one group is shown.
-        step: only the records of this training step.
+        step: only the records of this training step; the first one is 0.
         title: what the page is called. Default: the file's name.
 
     Raises:
@@ -110,24 +120,23 @@ def view(
         >>> page.summary.responses, page.summary.tokens, "<script src" in page.html
         (2, 4, False)
     """
+    _check_texts(by=by, against=against, title=title)
     file = io.BytesIO()
-    name = title
     if isinstance(rollouts, (str, os.PathLike)):
-        _refuse_batch_arguments(credit, tokens)
-        with recorded_groups(rollouts, credit=_rules(credit), limit=limit, step=step) as groups:
+        rules = _rules(credit, tokens)
+        with recorded_groups(rollouts, credit=rules, limit=limit, step=step) as groups:
             summary = write_page(
-                groups, file, title=name or _name(rollouts), by=by, against=against
+                groups, file, title=title or _name(rollouts), by=by, against=against
             )
     else:
         if isinstance(rollouts, Rollouts):
             records = _of_batch(rollouts, credit, tokens)
         else:
-            _refuse_batch_arguments(credit, tokens)
-            records = list(rollouts)
-            if rules := _rules(credit):
+            records = _listed(rollouts)
+            if rules := _rules(credit, tokens):
                 records = _assigned(records, rules)
         groups = _limited(_grouped(records), limit, step, None)
-        summary = write_page(groups, file, title=name or "rollouts", by=by, against=against)
+        summary = write_page(groups, file, title=title or "rollouts", by=by, against=against)
     return Page(file.getvalue().decode("utf-8"), summary)
 
 
@@ -148,7 +157,7 @@ def save_page(
     Args:
         source: as in `view`; `"-"` is standard input.
         target: the page; appears when it is complete.
-        overwrite: replace `target` if it exists.
+        overwrite: replace `target` if it exists and is not the source.
         credit: rules to assign first.
         by: as in `view`.
         against: as in `view`.
@@ -160,6 +169,9 @@ def save_page(
         InputError: as in `view`; or the target exists or cannot be written.
     """
     _refuse_existing(target, overwrite)
+    records = records_of(source)
+    if what_is(records) == what_is(target) == "file" and Path(records).samefile(target):
+        raise InputError(f"{target}: holds the records; give the page another name")
     with (
         recorded_groups(
             source, credit=credit, limit=limit, step=step, on_progress=on_progress
@@ -192,13 +204,37 @@ def recorded_groups(
     """
     path = records_of(source)
     with tempfile.TemporaryDirectory(prefix="tokencredit-") as folder:
+        taken = set[str]()
         for number, rule in enumerate(credit):
+            if not number:
+                path, taken = _kept(path, Path(folder) / "records.jsonl")
+            name = rule.name
+            while name in taken:
+                name += "*"
+            taken.add(name)
             assigned = Path(folder) / f"{number}.jsonl"
-            assign_file(path, assigned, rule)
+            try:
+                assign_file(path, assigned, rule, name=name)
+            except InputError as error:
+                # What the user knows is the source, not the copies of it.
+                text = str(error).replace(os.fspath(path), os.fspath(source))
+                kind = MissingSignalError if isinstance(error, MissingSignalError) else InputError
+                raise kind(text) from error
             path = assigned
         with open_source(path) as opened:
             groups = (group for _, group in opened.groups())
             yield _limited(groups, limit, step, on_progress)
+
+
+def _kept(path: _Path, copy: Path) -> tuple[_Path, set[str]]:
+    """A path that can be read more than once, and the rules whose credit the records hold."""
+    if os.fspath(path) == "-" or what_is(path) == "other":
+        with RecordWriter(copy) as writer:
+            for record in read_records(path):
+                writer.write(record)
+        path = copy
+    first = next(read_groups(path), ())
+    return path, {rule for record in first for rule in record.credit}
 
 
 def records_of(source: _Path) -> _Path:
@@ -207,13 +243,13 @@ def records_of(source: _Path) -> _Path:
     Raises:
         InputError: a folder that holds no records.
     """
-    if os.fspath(source) == "-" or not Path(source).is_dir():
+    if os.fspath(source) == "-" or what_is(source) != "folder":
         return source
     path = Path(source) / ROLLOUTS
-    if not path.exists():
+    if what_is(path) == "nothing":
         raise InputError(
-            f"{source}: is a folder without {ROLLOUTS}; name a run folder of `tokencredit train` "
-            "(with record_every > 0) or a file of records"
+            f"{source}: is a folder without {ROLLOUTS}; name a file of records, or a run folder "
+            "of `tokencredit train` with a method (not --credit none) and record_every above 0"
         )
     return path
 
@@ -224,12 +260,20 @@ def _limited(
     step: int | None,
     on_progress: OnProgress | None,
 ) -> Iterator[Sequence[Record]]:
+    for name, value in (("limit", limit), ("step", step)):
+        if value is not None and (not isinstance(value, int) or isinstance(value, bool)):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise InputError(f"view: {name} must be an integer, got {value!r}")
     if limit is not None and limit < 1:
         raise InputError(f"limit must be at least 1 response, got {limit}")
     count = 0
-    for group in groups:
-        if step is not None and group[0].step != step:
-            continue
+    steps: dict[int, None] = {}
+    for whole in groups:
+        group = whole
+        if step is not None:
+            steps.update(dict.fromkeys(r.step for r in whole if r.step is not None))
+            group = [record for record in whole if record.step == step]
+            if not group:
+                continue
         if limit is not None and count and count + len(group) > limit:
             return
         yield group
@@ -237,27 +281,59 @@ def _limited(
         if on_progress is not None:
             on_progress(count)
     if step is not None and not count:
-        raise InputError(f"there are no records of step {step}")
+        there = f"; there are {_ranges(list(steps))}" if steps else "; they do not say their step"
+        raise InputError(f"there are no records of step {step}{there}")
+
+
+def _ranges(steps: Sequence[int]) -> str:
+    if len(steps) <= _FEW:
+        return ", ".join(map(str, sorted(steps)))
+    return f"{len(steps)} between {min(steps)} and {max(steps)}"
+
+
+def _listed(records: object) -> list[Record]:
+    """What is neither a batch nor a path."""
+    if isinstance(records, Iterable) and not isinstance(records, (bytes, Mapping)):
+        listed = list(cast("Iterable[object]", records))
+        if all(isinstance(record, Record) for record in listed):
+            return cast("list[Record]", listed)
+    raise InputError(
+        "view: rollouts must be Rollouts, records, or a path, got "
+        f"{type(cast('object', records)).__name__}"
+    )
 
 
 def _grouped(records: Iterable[Record]) -> Iterator[Sequence[Record]]:
-    for _, group in groupby(records, key=lambda record: record.group):
+    seen = set[str | int]()
+    for name, group in groupby(records, key=lambda record: record.group):
+        if name in seen:
+            raise InputError(
+                f"view: group {name!r} reappears after another one; put its records together"
+            )
+        seen.add(name)
         yield tuple(group)
 
 
 def _of_batch(
-    rollouts: Rollouts,
-    credit: str | Rule | Iterable[str | Rule] | Mapping[str, Credit],
-    tokens: Sequence[Sequence[str | bytes]] | None,
+    rollouts: Rollouts, credit: object, tokens: Sequence[Sequence[str | bytes]] | None
 ) -> list[Record]:
-    given: dict[str, Credit]
+    given: dict[str, Credit] = {}
     if isinstance(credit, Mapping):
-        given = dict(cast("Mapping[str, Credit]", credit))
+        for name, value in cast("Mapping[str, Any]", credit).items():
+            given[name] = value if isinstance(value, Credit) else assign(rollouts, resolve(value))
     else:
-        given = {rule.name: assign(rollouts, rule) for rule in _rules(credit)}
-    # Records leave out the rows that are not real and each row's padding; credit is cut to them.
+        for rule in _rules(credit, None):
+            if rule.name in given:
+                raise InputError(
+                    f"view: two of the rules are called {rule.name!r}; give them names of your "
+                    "own: credit={'one': ..., 'other': ...}"
+                )
+            given[rule.name] = assign(rollouts, rule)
     records = records_from_rollouts(rollouts, tokens=tokens)
+    # Records leave out padding and the rows that are not real: so must the credit.
     real = rollouts.real
+    masks = cast("list[list[int]]", rollouts.mask[real].int().tolist())
+    start = torch.tensor([response_columns(mask)[0] for mask in masks], device=real.device)
     for name, value in given.items():
         if value.advantage.shape != rollouts.mask.shape:
             raise InputError(
@@ -267,16 +343,24 @@ def _of_batch(
         about: dict[str, Any] = {}
         if value.rule is not None:
             about = {"rule": value.rule.name, "options": value.rule.options()}
+
+        def own(values: Tensor | None) -> Tensor | None:
+            if values is None or values.dim() == 1:
+                return None if values is None else values[real]
+            width = values.shape[1]
+            places = torch.arange(width, device=real.device) + start.unsqueeze(1)
+            return values[real].gather(1, places.clamp(max=max(width - 1, 0)))
+
         cut = dataclasses.replace(
             value,
-            advantage=value.advantage[real],
+            advantage=cast("Tensor", own(value.advantage)),
             base=value.base[real],
             in_loss=value.in_loss[real],
-            reward=None if value.reward is None else value.reward[real],
-            weight=None if value.weight is None else value.weight[real],
+            reward=own(value.reward),
+            weight=own(value.weight),
         )
         records = records_with_credit(records, name, cut, meta=about)
-    return sorted(records, key=lambda record: _place(record))
+    return sorted(records, key=_place)
 
 
 def _place(record: Record) -> int:
@@ -285,8 +369,6 @@ def _place(record: Record) -> int:
 
 
 def _assigned(records: Sequence[Record], rules: Sequence[Rule]) -> list[Record]:
-    from tokencredit.records.writing import RecordWriter
-
     with tempfile.TemporaryDirectory(prefix="tokencredit-") as folder:
         path = Path(folder) / ROLLOUTS
         with RecordWriter(path) as writer:
@@ -296,16 +378,24 @@ def _assigned(records: Sequence[Record], rules: Sequence[Rule]) -> list[Record]:
             return [record for group in groups for record in group]
 
 
-def _rules(credit: str | Rule | Iterable[str | Rule] | Mapping[str, Credit]) -> list[Rule]:
-    listed = [credit] if isinstance(credit, (str, Rule)) else credit
-    return [resolve(rule) for rule in listed]
-
-
-def _refuse_batch_arguments(credit: object, tokens: object) -> None:
+def _rules(credit: object, tokens: object) -> list[Rule]:
+    """For what is no batch: rules alone, and no texts beside the records' own."""
     if isinstance(credit, Mapping):
         raise InputError("view: credit by name is for a batch of Rollouts; records hold their own")
     if tokens is not None:
         raise InputError("view: tokens are for a batch of Rollouts; records hold their own")
+    listed: Any = [credit] if isinstance(credit, (str, Rule)) else credit
+    if not isinstance(listed, Iterable):
+        raise InputError(
+            f"view: credit must be rules, or names of rules, got {type(credit).__name__}"
+        )
+    return [resolve(rule) for rule in cast("Iterable[Any]", listed)]
+
+
+def _check_texts(**texts: object) -> None:
+    for name, value in texts.items():
+        if value is not None and not isinstance(value, str):
+            raise InputError(f"view: {name} must be a text, got {type(value).__name__}")
 
 
 def _name(source: _Path) -> str:
@@ -314,7 +404,8 @@ def _name(source: _Path) -> str:
 
 
 def _refuse_existing(path: Path, overwrite: bool) -> None:
-    if path.is_dir():
+    kind = what_is(path)
+    if kind == "folder":
         raise InputError(f"{path}: is a folder; name a file")
-    if path.exists() and not overwrite:
+    if kind == "file" and not overwrite:  # a device or a pipe is written to, not replaced
         raise InputError(f"{path}: exists already; give --overwrite (overwrite=True) to replace it")

@@ -13,8 +13,10 @@ from tokencredit.cli.main import main
 from tokencredit.lab import load_policy, load_reward_model, setting
 from tokencredit.lab.credits import Oracle
 from tokencredit.lab.evidence import (
+    LEARNING_RATES,
     Interval,
     Table,
+    _measure,
     agreement,
     first_wrong_found,
     gain_after_one_update,
@@ -127,10 +129,30 @@ def test_gain_after_one_update(chain):
     assert all(torch.equal(before[k], v) for k, v in policy.state_dict().items())
 
 
+class EverySecond:
+    """Has no score for every second response."""
+
+    def __init__(self, source):
+        self.embed, self.whole = source.embed, source.score
+
+    def score(self, *arguments):
+        score = self.whole(*arguments)
+        return torch.where(torch.arange(len(score)) % 2 == 0, score, torch.nan)
+
+
+def test_responses_without_a_score_are_left_out_of_its_mean(chain):
+    policy, task, source, batch = chain
+    whole = _measure(policy, task, source, batch, 3)
+    half = _measure(policy, task, EverySecond(source), batch, 3)
+    assert math.isfinite(half[0]) and half[0] != whole[0] and half[1] == whole[1]
+
+
 def test_the_command_shows_and_writes_every_table(tmp_path, capsys):
     out = tmp_path / "evidence.md"
     assert main(["lab", "evidence", "--size", "0.01", "--reward", "weak", "-o", str(out)]) == 0
     assert "(d) share of tokens" in capsys.readouterr().out
-    assert out.read_text().count("**(") == 5
+    assert out.read_text().count("**(") == 6
+    for rate in LEARNING_RATES:
+        assert f"a step of {rate}" in out.read_text()
     assert main(["lab", "evidence", "--size", "0"]) == 2
     assert main(["lab", "evidence", "no-such"]) == 2

@@ -51,6 +51,10 @@ __all__ = [
 ALIGNMENTS = ("work", "projection", "cosine", "natural")
 
 
+LEARNING_RATES = (0.2, 0.05)
+"""Steps of (c): one that trains quickly under GRPO, and one nearer to the prediction's."""
+
+
 @dataclass(frozen=True)
 class Interval:
     """A mean with its 95 % interval (1.96 standard errors over responses, prompts or runs)."""
@@ -416,7 +420,7 @@ def gain_after_one_update(
         runs: independent batches.
         prompts: prompts of a batch.
         group_size: responses to each.
-        learning_rate: of the plain gradient step.
+        learning_rate: of the plain gradient step. The prediction is for an infinitely small one.
         seed: of the first run.
     """
     from tokencredit.methods.datc import DATCFlipped
@@ -491,28 +495,31 @@ def _updated(policy: Any, batch: Batch, advantage: Tensor, learning_rate: float)
 def _measure(
     policy: Any, task: Task, source: RewardSource, batch: Batch, seed: int
 ) -> tuple[float, float]:
-    """Mean score and accuracy of fresh responses to the batch's prompts."""
+    """Mean score and accuracy of fresh responses to the batch's prompts.
+
+    A response that ends before its first result has no score: it counts in the accuracy alone.
+    """
     prompt_ids = batch.prompt_ids.repeat(2, 1)
     words = batch.prompts * 2
     responses = sample_responses(policy, prompt_ids, max_new_tokens=task.max_response, seed=seed)
     made = plain_input(prompt_ids.tolist(), responses, max(map(len, responses)))
-    total = 0.0
+    scores: list[Tensor] = []
     with torch.no_grad():
         for a in range(0, len(responses), 64):
             rows = slice(a, min(a + 64, len(responses)))
-            total += float(
+            scores.append(
                 source.score(
                     source.embed(made.input_ids[rows]),
                     made.attention_mask[rows],
                     made.response[rows],
                     rows,
-                ).sum()
+                )
             )
     right = sum(
         task.verify(p, [task.vocabulary[i] for i in r]).correct
         for p, r in zip(words, responses, strict=True)
     )
-    return total / len(responses), right / len(responses)
+    return float(torch.cat(scores).nanmean()), right / len(responses)
 
 
 # -- (d) --------------------------------------------------------------------------------------
@@ -629,5 +636,11 @@ def evidence(
             ),
             about,
         )
-        done(gain_after_one_update(policy, task, source, runs=count(12), seed=seed), about)
+        for rate in LEARNING_RATES:
+            done(
+                gain_after_one_update(
+                    policy, task, source, runs=count(12), learning_rate=rate, seed=seed
+                ),
+                f"{about}, a step of {rate}",
+            )
     return tables

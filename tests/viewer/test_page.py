@@ -336,6 +336,10 @@ def test_errors_name_what_the_user_named(tmp_path: Path):
     with pytest.raises(MissingSignalError, match=r"mine\.jsonl: .*needs 'work'") as caught:
         view(path, credit=["grpo", "datc"])
     assert "tokencredit-" not in str(caught.value)
+    mixed = [dataclasses.replace(plain[0], success=None), *plain[1:]]
+    with pytest.raises(InputError, match="success") as caught:
+        view(mixed, credit="grpo")
+    assert "tokencredit-" not in str(caught.value)
 
 
 @pytest.mark.parametrize(

@@ -213,17 +213,23 @@ def recorded_groups(
                 name += "*"
             taken.add(name)
             assigned = Path(folder) / f"{number}.jsonl"
-            try:
+            with _told_of(path, os.fspath(source)):
                 assign_file(path, assigned, rule, name=name)
-            except InputError as error:
-                # What the user knows is the source, not the copies of it.
-                text = str(error).replace(os.fspath(path), os.fspath(source))
-                kind = MissingSignalError if isinstance(error, MissingSignalError) else InputError
-                raise kind(text) from error
             path = assigned
         with open_source(path) as opened:
             groups = (group for _, group in opened.groups())
             yield _limited(groups, limit, step, on_progress)
+
+
+@contextmanager
+def _told_of(copy: _Path, name: str) -> Generator[None]:
+    """Errors name what the user knows, not a temporary copy of it."""
+    try:
+        yield
+    except InputError as error:
+        text = str(error).replace(os.fspath(copy), name)
+        kind = MissingSignalError if isinstance(error, MissingSignalError) else InputError
+        raise kind(text) from error
 
 
 def _kept(path: _Path, copy: Path) -> tuple[_Path, set[str]]:
@@ -374,7 +380,7 @@ def _assigned(records: Sequence[Record], rules: Sequence[Rule]) -> list[Record]:
         with RecordWriter(path) as writer:
             for record in records:
                 writer.write(record)
-        with recorded_groups(path, credit=rules) as groups:
+        with _told_of(path, "view"), recorded_groups(path, credit=rules) as groups:
             return [record for group in groups for record in group]
 
 

@@ -10,7 +10,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import LlamaConfig, LlamaForSequenceClassification, PreTrainedTokenizerFast
 
 from tokencredit import InputError
-from tokencredit.lab import new_policy
+from tokencredit.lab import Chain, new_policy, tokenizer_for
 from tokencredit.signals.alignment import (
     EXTRA,
     alignment_signals,
@@ -304,6 +304,40 @@ def test_text_input_reads_prompt_and_response_as_one_text():
     made = text_input(tok, ["what is"], [[*response, tok.eos_token_id]], len(response) + 1)
     assert tok.decode(made.input_ids[0].tolist()) == "what is the answer"
     assert (made.column[0, :-1] >= 0).all() and made.column[0, -1] == -1
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ("what is", " the answer is that"),  # the seam lies between two tokens
+        ("üß 你好: th", "e answer is that"),  # inside one, after text of more bytes than characters
+        ("what is ", "the answer is that"),
+        ("x", "你好 the answer 你 is"),  # characters of several tokens each
+    ],
+)
+def test_text_input_finds_what_lies_behind_a_seam(before, after):
+    tok = tokenizer()
+    response = [*tok.encode(after, add_special_tokens=False), tok.eos_token_id]
+    made = text_input(tok, [before], [response], len(response))
+    check(tok, made, [response])
+    column = made.column[0].tolist()
+    # What the seam splits otherwise has no counterpart; the next word and all after it has.
+    second = len(tok.encode(after.split(" ")[0] or " the", add_special_tokens=False))
+    assert all(c >= 0 for c in column[second:-1]) and column[-1] == -1
+    assert [tok.decode([made.input_ids[0, c]]) for c in column[second:-1]] == [
+        tok.decode([t]) for t in response[second:-1]
+    ]
+
+
+def test_text_input_of_tokens_that_carry_no_space():
+    """The lab's words are split at white space, which no token holds."""
+    tok = tokenizer_for(Chain())
+    response = tok.encode("6 - 4 = 2 ; ans 2", add_special_tokens=False)
+    for prompt, first in (("3 + 4 =", 1), ("3 + 4 = ", 0), ("", 0)):
+        made = text_input(tok, [prompt], [[*response, tok.eos_token_id]], len(response) + 1)
+        check(tok, made, [response])
+        assert (made.column[0, first:-1] >= 0).all(), prompt
+        assert (made.column[0, :first] == -1).all() and made.column[0, -1] == -1
 
 
 def test_templates_that_cannot_be_used():

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -168,20 +168,66 @@ def _by_text(
         body = [i for i in ids if i not in special]
         text = tokenizer.decode(body, skip_special_tokens=False)
         before, inner, after = frame(prompt, text)
-        parts = [
-            tokenizer.encode(part, add_special_tokens=False) for part in (before, inner, after)
-        ]
-        start, stop = len(parts[0]), len(parts[0]) + len(parts[1])
-        whole = tokenizer.encode(before + inner + after, add_special_tokens=False)
-        if whole != parts[0] + parts[1] + parts[2]:
-            # The template's text runs into the response's: find the span in the joint tokens.
-            start, stop = _span_by_text(tokenizer, whole, before, inner)
+        stripped = text.index(inner) if inner else 0
+        whole, ends = _encoded(tokenizer, before + inner + after)
+        again, own = _encoded(tokenizer, text)
+        if ends is not None and own is not None and again == body:
+            span = _Span(len(before), len(before) + len(inner), stripped)
+            start, stop, column = _by_offsets(ids, special, own, whole, ends, span)
+        else:
+            parts = [
+                tokenizer.encode(part, add_special_tokens=False) for part in (before, inner, after)
+            ]
+            start, stop = len(parts[0]), len(parts[0]) + len(parts[1])
+            if whole != parts[0] + parts[1] + parts[2]:
+                # The template's text runs into the response's: find the span in the joint tokens.
+                start, stop = _span_by_text(tokenizer, whole, before, inner)
+            column = _match(tokenizer, ids, special, stripped, whole[start:stop], start)
         rows.append(whole)
         spans.append((start, stop))
-        stripped = text.index(inner) if inner else 0
-        columns.append(_match(tokenizer, ids, special, stripped, whole[start:stop], start))
+        columns.append(column)
     pad = tokenizer.pad_token_id if pad is None else pad
     return _assemble(rows, spans, columns, width, 0 if pad is None else pad, device)
+
+
+class _Span(NamedTuple):
+    """Characters of the response in the reward model's text, and how many were stripped."""
+
+    low: int
+    high: int
+    stripped: int
+
+
+def _encoded(tokenizer: Any, text: str) -> tuple[list[int], list[tuple[int, int]] | None]:
+    """Ids of a text, and the characters that each covers where the tokenizer can say so."""
+    if not getattr(tokenizer, "is_fast", False):
+        return tokenizer.encode(text, add_special_tokens=False), None
+    made = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+    return made["input_ids"], [tuple(pair) for pair in made["offset_mapping"]]
+
+
+def _by_offsets(
+    ids: Sequence[int],
+    special: set[int],
+    own: Sequence[tuple[int, int]],
+    whole: Sequence[int],
+    places: Sequence[tuple[int, int]],
+    span: _Span,
+) -> tuple[int, int, list[int]]:
+    """The response's columns, and that of each of the policy's tokens, by characters covered."""
+    inside = [i for i, (a, b) in enumerate(places) if span.low <= a and b <= span.high]
+    start, stop = (inside[0], inside[-1] + 1) if inside else (len(whole), len(whole))
+    # Several tokens may be bytes of one character: those of one place in their order.
+    found: dict[tuple[int, int, int], list[int]] = {}
+    for column in reversed(range(start, stop)):
+        a, b = (x - span.low + span.stripped for x in places[column])
+        found.setdefault((a, b, whole[column]), []).append(column)
+    places_left = iter(own)
+    columns: list[int] = []
+    for token in map(int, ids):
+        there = [] if token in special else found.get((*next(places_left), token), [])
+        columns.append(there.pop() if there else -1)
+    return start, stop, columns
 
 
 def _around(tokenizer: Any, messages: list[dict[str, Any]], text: str) -> tuple[str, str, str]:

@@ -451,6 +451,9 @@ def test_gold_answers_that_do_not_fit_are_refused() -> None:
     made = model("Llama", "CausalLM")
     with pytest.raises(InputError, match="an answer is empty"):
         GoldAnswer(made, [[1], []])
+    for odd in (VOCABULARY, -1):
+        with pytest.raises(InputError, match=f"token id {odd}, but .* {VOCABULARY} embeddings"):
+            GoldAnswer(made, [[1], [2, odd]])
     with pytest.raises(InputError, match="2 answers, but rows 2:3"):
         list(reward_gradients(GoldAnswer(made, [[1], [2]]), *rows("right")))
 
@@ -561,5 +564,18 @@ def test_what_the_model_cannot_read_is_refused(family: str) -> None:
     longer[1][:, -1] = False  # padding takes no place
     gradients(source, *longer)
     ids[0, 3] = VOCABULARY
-    with pytest.raises(InputError, match=f"{VOCABULARY} embeddings.*up to {VOCABULARY}"):
-        gradients(source, ids, seen, response)
+    for read in (lambda: gradients(source, ids, seen, response), lambda: source.verify(ids, seen)):
+        with pytest.raises(InputError, match=f"{VOCABULARY} embeddings.*up to {VOCABULARY}"):
+            read()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_padding_may_be_a_token_that_the_model_lacks(family: str) -> None:
+    """A policy's own padding token may lie behind all that the reward model has embeddings for."""
+    source = RewardModel(reward_model(family))
+    ids, seen, response = rows("right", lengths=(7, 3, 6))
+    want = gradients(source, ids, seen, response, micro_batch=3)
+    other = ids.masked_fill(~seen, VOCABULARY + 3)
+    source.verify(other, seen)
+    got = gradients(source, other, seen, response, micro_batch=3)
+    torch.testing.assert_close(got[:2], want[:2], rtol=1e-5, atol=1e-6)

@@ -137,9 +137,12 @@ class _Frozen:
 
         Raises:
             InputError: the model's own forward pass on token ids comes out otherwise: it uses the
-                ids elsewhere too, or scales embeddings in a way that is not seen here.
+                ids elsewhere too, or scales embeddings in a way that is not seen here. Or it
+                cannot read them at all (`check_input`).
         """
         attention = attention_mask.bool()
+        self.check_input(input_ids, attention)
+        input_ids = input_ids.masked_fill(~attention, 0)  # padding may be any id
         with torch.inference_mode(False), torch.no_grad():
             states = _forward(self._backbone, self.embed(input_ids), attention, False)
             plain = self._backbone(
@@ -265,16 +268,23 @@ class GoldAnswer(_Frozen):
     def __init__(
         self, model: Any, answers: Sequence[Sequence[int]] | str, *, checkpointing: bool = False
     ) -> None:
+        super().__init__(model, checkpointing)
         self.column = answers if isinstance(answers, str) else None
         self.answers: list[list[int]] = []
         if not isinstance(answers, str):
             self.set_answers(answers)
-        super().__init__(model, checkpointing)
 
     def set_answers(self, answers: Sequence[Sequence[int]]) -> None:
         """The answers of the rows that come next."""
         if any(len(answer) == 0 for answer in answers):
             raise InputError("GoldAnswer: an answer is empty")
+        known = self._table.weight.shape[0]
+        odd = next((i for answer in answers for i in answer if not 0 <= i < known), None)
+        if odd is not None:
+            raise InputError(
+                f"GoldAnswer: an answer holds the token id {odd}, but "
+                f"{type(inner_model(self.model)).__name__} has {known} embeddings"
+            )
         self.answers = [list(answer) for answer in answers]
 
     def score(self, embeddings: Tensor, attention: Tensor, response: Tensor, rows: slice) -> Tensor:
@@ -368,6 +378,7 @@ def reward_gradients(
     attention, response = attention_mask.bool(), response.bool() & attention_mask.bool()
     if isinstance(source, _Frozen):
         source.check_input(input_ids, attention)
+        input_ids = input_ids.masked_fill(~attention, 0)  # padding may be any id
     for start in range(0, b, micro_batch):
         rows = slice(start, min(start + micro_batch, b))
         # A caller's inference mode would leave nothing to differentiate; nor may tensors made in

@@ -199,11 +199,24 @@ def test_rules_that_are_written_wrongly_are_told_how() -> None:
         def credit(self, rollouts: Rollouts) -> Credit:
             raise AssertionError
 
-    for rule, words in ((Undecorated, "@dataclass"), (Named, "a tuple of names")):
+    @dataclasses.dataclass(frozen=True)
+    class Reading(Rule):
+        name = "reading"
+        reads = "entropy"  # pyright: ignore[reportAssignmentType]
+
+        def credit(self, rollouts: Rollouts) -> Credit:
+            raise AssertionError
+
+    wrong = (
+        (Undecorated, "@dataclass"),
+        (Named, "needs must be a tuple of names"),
+        (Reading, "reads must be a tuple of names"),
+    )
+    for rule, words in wrong:
         for make in (rule, lambda rule=rule: register(rule)):
             with pytest.raises(InputError, match=words):
                 make()
-    assert not {"undecorated", "named"} & set(methods())
+    assert not {"undecorated", "named", "reading"} & set(methods())
 
     @dataclasses.dataclass(frozen=True)
     class Wrong(Rule):

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from batches import LAYOUTS, Batch, close
-from tokencredit import DATC, GRPO, Credit, Rollouts, assign
+from tokencredit import DATC, GRPO, Credit, Rollouts, assign, methods
 from tokencredit.methods import DATCFlipped, DATCNormProduct, DATCShuffled
 from tokencredit.methods.datc import datc_weights_reference
 from tokencredit.signals import token_statistics
@@ -541,36 +541,54 @@ def test_diagnostics_against_plain_loops(alignment: Any, seed: int) -> None:
     )
     logprob = [[-rng.random() * 3 for _ in range(n)] for n in lengths]
     rule = DATC(alignment=alignment, bound=2.0, tau=0.7)
+    # The direction is measured against the work, from which other alignments differ.
+    d = case.d
+    if alignment != "work":
+        d = [[v if rng.random() < 0.1 else rng.gauss(0, 1) for v in row] for row in case.d]
+    known = [
+        [ok and math.isfinite(v) for v, ok in zip(row, free, strict=True)]
+        for row, free in zip(d, case.free(), strict=True)
+    ]
     made = case.rollouts("left")
     logprobs = case.batch(logprob).rollouts("left").signals["entropy"]
+    work = case.batch(d).rollouts("left").signals["entropy"]
     rollouts = made.replace(
-        signals={alignment: made.signals["work"], "eos": made.signals["eos"], "logprob": logprobs}
-    )
+        signals={
+            "work": work, alignment: made.signals["work"], "eos": made.signals["eos"],
+            "logprob": logprobs,
+        }
+    )  # fmt: skip
     credit = assign(rollouts, rule)
     weights = case.reference(rule)
     tokens = [
-        (w[t], a * d[t], t + 1, 1 - math.exp(lp[t]))
-        for w, d, f, a, lp in zip(weights, case.d, case.free(), case.base, logprob, strict=True)
-        for t in range(len(d))
+        (w[t], t + 1, 1 - math.exp(lp[t]))
+        for w, f, a, lp in zip(weights, case.free(), case.base, logprob, strict=True)
+        for t in range(len(w))
         if f[t] and a != 0
     ]
     gains, below = [], 0
-    for w, d, f, a in zip(weights, case.d, case.free(), case.base, strict=True):
-        work = [a * v if ok else 0.0 for v, ok in zip(d, f, strict=True)]
+    pushed = [
+        a * v
+        for row, ok, a in zip(d, known, case.base, strict=True)
+        for v, k in zip(row, ok, strict=True)
+        if k and a != 0
+    ]
+    for w, row, f, a in zip(weights, d, known, case.base, strict=True):
+        work = [a * v if ok else 0.0 for v, ok in zip(row, f, strict=True)]
         size = sum(map(abs, work))
         if size > 0:
             gains.append(sum((x - 1) * y for x, y in zip(w, work, strict=True)) / size)
             below += gains[-1] < -1e-5
     alive = [w for w, a in zip(weights, case.base, strict=True) if a != 0]
     want = {
-        "misaligned_share": sum(t[1] < 0 for t in tokens) / len(tokens),
+        "misaligned_share": sum(v < 0 for v in pushed) / len(pushed),
         "predicted_gain": sum(gains) / len(gains),
         "gain_below": below / len(gains),
         "at_bounds": sum(abs(math.log(t[0])) > math.log(2) - 1e-3 for t in tokens) / len(tokens),
         "coverage": sum(map(sum, case.free())) / sum(lengths),
         "fall_backs": sum(all(v == 1 for v in w) for w in alive) / len(alive),
-        "weight_position_correlation": correlation([(t[0], t[2]) for t in tokens]),
-        "weight_doubt_correlation": correlation([(t[0], t[3]) for t in tokens]),
+        "weight_position_correlation": correlation([(t[0], t[1]) for t in tokens]),
+        "weight_doubt_correlation": correlation([(t[0], t[2]) for t in tokens]),
         "largest_weight": max(t[0] for t in tokens),
     }
     for name, value in want.items():
@@ -585,6 +603,57 @@ def test_misaligned_share_by_hand() -> None:
     # A d: + + - for the first, + - for the second (A < 0), the third has no advantage: 2 of 5.
     case = plain([[1.0, 2.0, -1.0], [-1.0, 1.0], [-5.0, 5.0]], [1.0, -1.0, 0.0])
     assert assign(case.rollouts(), DATC()).diagnostics["misaligned_share"] == pytest.approx(0.4)
+
+
+DIRECTION = ("misaligned_share", "predicted_gain", "gain_below")
+VARIANTS = [
+    *(DATC(alignment=name) for name in ("work", "projection", "cosine", "natural")),
+    *(method.rule() for method in methods().values() if method.rule.control_of == "datc"),
+]
+
+
+def reading_noise(rule: DATC) -> Rollouts:
+    """Work, and in every other signal that the rule needs something of its own."""
+    g = torch.Generator().manual_seed(3)
+    b, t = 64, 12
+    signals = {name: torch.randn(b, t, generator=g) for name in ("work", *sorted(rule.needs))}
+    return Rollouts(
+        torch.zeros(b), torch.arange(b), torch.ones(b, t), base=torch.randn(b, generator=g),
+        signals=signals,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("rule", VARIANTS, ids=str)
+def test_the_direction_is_measured_against_the_work_whatever_the_weights_come_from(
+    rule: DATC,
+) -> None:
+    rollouts = reading_noise(rule)
+    credit = assign(rollouts, rule)
+    assert credit.weight is not None
+    pushed = credit.base.unsqueeze(1) * rollouts.signals["work"]
+    gain = ((credit.weight - 1) * pushed).sum(1) / pushed.abs().sum(1)
+    assert credit.diagnostics["predicted_gain"] == pytest.approx(float(gain.mean()), abs=1e-5)
+    assert credit.diagnostics["misaligned_share"] == pytest.approx(
+        float((pushed < 0).float().mean()), abs=1e-6
+    )
+    below = credit.diagnostics["gain_below"]
+    assert below == pytest.approx(float((gain < -1e-5).float().mean()), abs=1e-6)
+    if rule.name == "datc" and rule.alignment == "work":
+        assert gain.min() > 0 and below == 0
+    elif rule.name == "datc_flipped":
+        assert gain.max() < 0 and below == 1
+    else:  # noise
+        assert abs(gain.mean()) < 0.2 and 0.2 < below < 0.8
+    assert "work" in rule.reads
+
+
+@pytest.mark.parametrize("rule", [r for r in VARIANTS if "work" not in r.needs], ids=str)
+def test_without_work_nothing_is_said_of_the_direction(rule: DATC) -> None:
+    rollouts = reading_noise(rule)
+    rollouts = rollouts.replace(signals={name: rollouts.signals[name] for name in rule.needs})
+    diagnostics = assign(rollouts, rule).diagnostics
+    assert not set(DIRECTION) & set(diagnostics)
+    assert "coverage" in diagnostics and "at_bounds" in diagnostics
 
 
 # -- controls -------------------------------------------------------------------------------

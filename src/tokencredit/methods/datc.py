@@ -73,6 +73,10 @@ class DATC(Rule):
       tokens), and those whose alignment is unknown (NaN). A name that the rollouts lack freezes
       nothing.
 
+    Diagnostics of the direction (``misaligned_share``, ``predicted_gain``, ``gain_below``) are
+    measured against the signal ``work``, whatever the weights come from; rollouts without it have
+    none of them.
+
     The base is ``Rollouts.base``, else GRPO's.
 
     Invariants: weights are positive with mean one over each response, so sign and mean of its
@@ -120,6 +124,11 @@ class DATC(Rule):
         """The signal that holds the alignment."""
         return (self.alignment,)
 
+    @property
+    def reads(self) -> tuple[str, ...]:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """What freezes tokens, and what the diagnostics measure against."""
+        return (*self.freeze, "work", "logprob")
+
     def alignments(self, rollouts: Rollouts) -> Float[Tensor, "b t"]:
         """The alignment that weights are formed from; NaN = unknown."""
         return rollouts.signals[self.alignment]
@@ -133,9 +142,7 @@ class DATC(Rule):
         live = rollouts.live_as(d.dtype)
         free = self._free(rollouts, d, live)
         d = d.nan_to_num(0.0, 0.0, 0.0) * free
-        # Alignments may be of any size, 1e-30 included, whose squares float32 cannot hold.
-        peak = d.abs().amax(dim=1, keepdim=True) if d.shape[1] else d.sum(dim=1, keepdim=True)
-        unit = d / torch.where(peak > 0, peak, 1.0)
+        unit = _unit(d)
         tilt = (base.sign() if self.direction == "sign" else base).unsqueeze(1)
         weight = self._weights(tilt * self._standardised(unit, free), free)
         weight = torch.where(free > 0, self._arranged(weight, d, free), 1.0)
@@ -145,7 +152,7 @@ class DATC(Rule):
             advantage=base.unsqueeze(1) * weight,
             base=base,
             weight=weight,
-            measures=lambda: self._measures(rollouts, unit, free, live, base, weight),
+            measures=lambda: self._measures(rollouts, free, live, base, weight),
         )
 
     def _free(self, rollouts: Rollouts, d: Tensor, live: Tensor) -> Tensor:
@@ -191,36 +198,32 @@ class DATC(Rule):
     def _measures(
         self,
         rollouts: Rollouts,
-        d: Tensor,
         free: Tensor,
         live: Tensor,
         base: Tensor,
         weight: Tensor,
     ) -> Mapping[str, Tensor]:
         number = free.sum().clamp(min=1)
-        work = base.unsqueeze(1) * d
         moving = free * (base != 0).unsqueeze(1)
-        gain = (work * weight * free).sum(dim=1) - work.sum(dim=1)
-        size = work.abs().sum(dim=1)
-        responses = (size > 0).sum().clamp(min=1)
         log_bound = math.log(self.bound)
         near = weight.log().abs() > log_bound - 1e-3
         position = live.cumsum(dim=1)
         own = free.sum(dim=1)
-        level = ((weight - 1).abs() * free).amax(dim=1) if d.shape[1] else own
+        level = ((weight - 1).abs() * free).amax(dim=1) if free.shape[1] else own
         measures = {
-            "misaligned_share": ((work < 0) * moving).sum() / moving.sum().clamp(min=1),
-            "predicted_gain": (gain / torch.where(size > 0, size, 1.0)).sum() / responses,
-            "gain_below": ((gain < -1e-5 * size) & (size > 0)).sum() / responses,
             "at_bounds": (near * moving).sum() / moving.sum().clamp(min=1),
             "coverage": free.sum() / live.sum().clamp(min=1),
             "fall_backs": ((base != 0) & rollouts.real & (level == 0)).sum()
             / ((base != 0) & rollouts.real).sum().clamp(min=1),
             "weight_position_correlation": _correlation(weight, position, moving),
-            "largest_weight": torch.where(free > 0, weight, 1.0).amax() if d.numel() else number,
+            "largest_weight": torch.where(free > 0, weight, 1.0).amax() if free.numel() else number,
         }
+        if "work" in rollouts.signals:
+            measures |= _against_work(rollouts.signals["work"], free, base, weight)
         if "logprob" in rollouts.signals:
-            doubt = -torch.expm1(rollouts.signals["logprob"].to(d.dtype).nan_to_num(0.0, 0.0, 0.0))
+            doubt = -torch.expm1(
+                rollouts.signals["logprob"].to(weight.dtype).nan_to_num(0.0, 0.0, 0.0)
+            )
             measures["weight_doubt_correlation"] = _correlation(weight, doubt, moving)
         return measures
 
@@ -231,6 +234,31 @@ class DATC(Rule):
             Surrogate(aggregation="seq-mean-token-mean"),
             source="the abstract changes GRPO's advantage alone; loss as in arXiv 2402.03300",
         )
+
+
+def _unit(d: Tensor) -> Tensor:
+    """Each response's alignments over its largest.
+
+    They may be of any size, 1e-30 included, whose squares float32 cannot hold.
+    """
+    peak = d.abs().amax(dim=1, keepdim=True) if d.shape[1] else d.sum(dim=1, keepdim=True)
+    return d / torch.where(peak > 0, peak, 1.0)
+
+
+def _against_work(signal: Tensor, free: Tensor, base: Tensor, weight: Tensor) -> dict[str, Tensor]:
+    """What the weights do to the work, of which they need not be made."""
+    signal = signal.to(torch.promote_types(signal.dtype, weight.dtype))
+    known = free * signal.mul(0).add(1).nan_to_num(0.0)
+    work = base.unsqueeze(1) * _unit(signal.nan_to_num(0.0, 0.0, 0.0) * known)
+    moving = known * (base != 0).unsqueeze(1)
+    gain = (work * weight).sum(dim=1) - work.sum(dim=1)
+    size = work.abs().sum(dim=1)
+    responses = (size > 0).sum().clamp(min=1)
+    return {
+        "misaligned_share": ((work < 0) * moving).sum() / moving.sum().clamp(min=1),
+        "predicted_gain": (gain / torch.where(size > 0, size, 1.0)).sum() / responses,
+        "gain_below": ((gain < -1e-5 * size) & (size > 0)).sum() / responses,
+    }
 
 
 def _correlation(a: Tensor, b: Tensor, where: Tensor) -> Tensor:
@@ -335,18 +363,18 @@ class DATCFlipped(DATC):
 class _Substitute(DATC):
     """A control that reads other signals in the alignment's place: no alignment to choose."""
 
-    reads: ClassVar[tuple[str, ...]] = ()
+    factors: ClassVar[tuple[str, ...]] = ()
 
     alignment: Alignment = field(default="work", init=False, repr=False)
 
     @property
     def needs(self) -> tuple[str, ...]:
         """The signals whose product takes the alignment's place."""
-        return self.reads
+        return self.factors
 
     def alignments(self, rollouts: Rollouts) -> Float[Tensor, "b t"]:
         """The product of the signals."""
-        first, *others = (rollouts.signals[name] for name in self.reads)
+        first, *others = (rollouts.signals[name] for name in self.factors)
         for other in others:
             first = first.to(torch.promote_types(first.dtype, torch.float32)) * other
         return first
@@ -365,7 +393,7 @@ class DATCRandom(_Substitute):
     name: ClassVar[str] = "datc_random"
     control_of: ClassVar[str] = "datc"
     title: ClassVar[str] = "DATC control: random direction"
-    reads: ClassVar[tuple[str, ...]] = ("work_random",)
+    factors: ClassVar[tuple[str, ...]] = ("work_random",)
 
 
 @dataclass(frozen=True)
@@ -381,7 +409,7 @@ class DATCNormProduct(_Substitute):
     name: ClassVar[str] = "datc_norm_product"
     control_of: ClassVar[str] = "datc"
     title: ClassVar[str] = "DATC control: norm product"
-    reads: ClassVar[tuple[str, ...]] = ("reward_norm", "update_norm")
+    factors: ClassVar[tuple[str, ...]] = ("reward_norm", "update_norm")
 
 
 @dataclass(frozen=True)
@@ -397,7 +425,7 @@ class DATCGradTimesInput(_Substitute):
     name: ClassVar[str] = "datc_grad_x_input"
     control_of: ClassVar[str] = "datc"
     title: ClassVar[str] = "DATC control: gradient x input"
-    reads: ClassVar[tuple[str, ...]] = ("grad_x_input",)
+    factors: ClassVar[tuple[str, ...]] = ("grad_x_input",)
 
 
 @dataclass(frozen=True)

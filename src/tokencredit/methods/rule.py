@@ -100,6 +100,9 @@ class Rule(ABC):
     needs: ClassVar[tuple[str, ...]] = ()
     """Names of the signals that the rule cannot do without. Where options decide, a subclass makes
     it a property (DATC): ask an object, not the class."""
+    reads: ClassVar[tuple[str, ...]] = ()
+    """Names of signals that the rule, or its diagnostics, read where they are there and do without
+    elsewhere. An engine forms those that it can without much ado."""
     control_of: ClassVar[str] = ""
     """The method that this rule is an ablation of, if it is one."""
     reads_success: ClassVar[bool] = False
@@ -110,11 +113,13 @@ class Rule(ABC):
         cls = type(self)
         if any(isinstance(v, Field) for c in cls.__mro__ for v in vars(c).values()):
             raise InputError(f"{cls.__name__}: a rule with options is a @dataclass(frozen=True)")
-        if isinstance(self.needs, str):
-            raise InputError(f"{cls.__name__}: needs must be a tuple of names, got {self.needs!r}")
         for spec in self.option_list():
             value = _coerce(getattr(self, spec.name), spec, self.name)
             object.__setattr__(self, spec.name, value)
+        for name in ("needs", "reads"):  # which options may decide
+            value = getattr(self, name)
+            if isinstance(value, str):
+                raise InputError(f"{cls.__name__}: {name} must be a tuple of names, got {value!r}")
         self.check()
 
     def check(self) -> None:  # noqa: B027 - a hook that most rules leave empty

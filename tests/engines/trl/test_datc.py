@@ -13,6 +13,7 @@ from trl_harness import (
     VOCAB,
     Run,
     dataset,
+    fixed_rollouts,
     one_step,
     parity,
     policy,
@@ -20,9 +21,11 @@ from trl_harness import (
     statistics,
 )
 
-from tokencredit import InputError, MissingSignalError
+from tokencredit import InputError, MissingSignalError, methods
+from tokencredit.engines.trl import RolloutRecorder
 from tokencredit.lab import Countdown, tokenizer_for
 from tokencredit.methods.datc import DATC, DATCRandom, datc_weights_reference
+from tokencredit.records import read_records
 from tokencredit.signals import alignment_signals, plain_input
 from tokencredit.signals.reward_gradient import GoldAnswer, RewardModel
 
@@ -169,6 +172,24 @@ def test_lora():
     assert run.log[1]["grad_norm"] > 0
 
 
+ALIGNED = [DATC(alignment="natural"), DATC(alignment="cosine")]
+CONTROLS = [method.rule() for method in methods().values() if method.rule.control_of == "datc"]
+
+
+@pytest.mark.parametrize("rule", [*ALIGNED, *CONTROLS], ids=str)
+def test_the_work_is_formed_for_the_diagnostics_of_every_relative(rule):
+    run = Run(rule, more={"reward_model": reward_model()}).train()
+    (event,) = run.events
+    datc = one_step("datc", 4)
+    work, same = (e.rollouts.signals["work"].nan_to_num(0) for e in (event, datc.events[0]))
+    assert torch.allclose(work, same, rtol=1e-4, atol=1e-6)
+    log, usual = run.log[0], datc.log[0]
+    assert log["credit/misaligned_share"] == pytest.approx(usual["credit/misaligned_share"])
+    assert log["credit/predicted_gain"] < usual["credit/predicted_gain"]
+    if rule.name == "datc_flipped":
+        assert log["credit/predicted_gain"] < 0 and log["credit/gain_below"] > 0.8
+
+
 def test_signals_beside_the_reward_model():
     """A user's own alignment replaces ours, and then no reward model is needed."""
 
@@ -178,6 +199,107 @@ def test_signals_beside_the_reward_model():
     run = Run(DATC(), more={"signals": {"work": work}}).train()
     (event,) = run.events
     assert event.rollouts.signals["work"][0, 0] == event.response_ids[0][0]
+    # Marks need no reward model: the end token is frozen here as well.
+    for weight, answer in zip(event.credit.weight, event.response_ids, strict=True):
+        ends = [i for i, token in enumerate(answer) if token == EOS]
+        assert all(weight[i] == 1 for i in ends)
+    eos = event.rollouts.signals["eos"] * event.rollouts.mask
+    assert eos.sum() == sum(a.count(EOS) for a in event.response_ids)
+
+
+def test_marks_that_nobody_forms_are_refused_and_ones_own_freeze():
+    """A misspelt name would freeze nothing, in silence."""
+    given = {"reward_model": reward_model()}
+    with pytest.raises(InputError, match=r"'eoss'.*did you mean 'eos'"):
+        Run(DATC(freeze=("eoss",)), more=given)
+    mine = {"signals": {"even": lambda completion_ids, **_: [
+        [float(t % 2 == 0) for t in ids] for ids in completion_ids
+    ]}}  # fmt: skip
+    (event,) = Run(DATC(freeze="even"), more=given | mine).train().events
+    for weight, answer in zip(event.credit.weight, event.response_ids, strict=True):
+        assert all(weight[i] == 1 for i, token in enumerate(answer) if token % 2 == 0)
+
+
+# -- who says what is right -----------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("rule", "funcs", "named", "known"),
+    [
+        ("grpo", [parity], None, True),
+        ("grpo", [parity, lambda completions, **_: [2.0] * len(completions)], None, False),
+        ("datc", [parity, lambda completions, **_: [2.0] * len(completions)], None, False),
+        ("datc", [parity, lambda completions, **_: [2.0] * len(completions)], "parity", True),
+        ("datc", ["model"], None, False),
+        ("gtpo", ["model"], None, True),  # the rule has gone by it
+    ],
+)
+def test_records_say_what_is_right_only_where_some_reward_does(rule, funcs, named, known, tmp_path):
+    """A sum of rewards or a reward model's raw score above 0.5 is no verdict."""
+    more = {"success_from": named}
+    if "model" in funcs:
+        funcs = [reward_model()]
+        more["reward_processing_classes"] = [tokenizer_for(TASK)]
+    if rule == "datc":
+        more["reward_model"] = reward_model()
+    run = Run(rule, reward_funcs=funcs, more=more)
+    path = tmp_path / "rollouts.jsonl"
+    run.trainer.on_credit.append(RolloutRecorder(path, tokenizer_for(TASK)))
+    run.train()
+    (event,) = run.events
+    assert event.success_known is known
+    records = list(read_records(path))
+    if not known:
+        assert all(record.success is None for record in records)
+    else:
+        assert [record.success for record in records] == event.rollouts.success.tolist()
+        if funcs[0] is parity:
+            assert [r.success for r in records] == [r.rewards["parity"] > 0.5 for r in records]
+
+
+# -- reward models that cannot be read, or are not ------------------------------------------
+
+
+@pytest.mark.parametrize("entry", ["by the first response", "later"])
+def test_a_reward_model_with_fewer_embeddings_than_tokens_is_refused(entry):
+    """Given as an object, its tokenizer is not known before."""
+    small = reward_model()
+    small.resize_token_embeddings(4 if entry != "later" else VOCAB - 1)
+    with pytest.raises(InputError, match=r"embeddings, but the policy's tokens go up to \d+"):
+        Run(DATC(), more={"reward_model": small}).train()
+
+
+@pytest.mark.parametrize("rule", ["gtpo", None])
+def test_a_reward_model_that_nothing_reads_is_pointed_out(rule, caplog):
+    with caplog.at_level(logging.WARNING, "tokencredit"):
+        Run(rule, more={"reward_model": reward_model()})
+    assert caplog.text.count("reward_model is not used") == 1
+    caplog.clear()
+    with caplog.at_level(logging.WARNING, "tokencredit"):
+        Run(DATC(), more={"reward_model": reward_model()})
+    assert "not used" not in caplog.text
+
+
+@pytest.mark.parametrize("form", ["folder", "loaded"])
+def test_a_reward_model_folder_without_a_tokenizer(form, tmp_path, caplog):
+    reward_model().save_pretrained(tmp_path)
+    if form == "loaded":
+        given = type(reward_model()).from_pretrained(tmp_path)
+        with caplog.at_level(logging.WARNING, "tokencredit"):
+            Run(DATC(), more={"reward_model": given})
+        assert "the reward model's tokenizer is not known" in caplog.text
+        return
+    with pytest.raises(InputError, match="holds no tokenizer"):
+        Run(DATC(), more={"reward_model": str(tmp_path)})
+    more = {"reward_model": str(tmp_path), "reward_tokenizer": tokenizer_for(TASK)}
+    Run(DATC(), more=more)
+    tokenizer_for(TASK).save_pretrained(tmp_path)
+    Run(DATC(), more={"reward_model": str(tmp_path)})
+
+
+def test_a_missing_reward_model_is_asked_for_in_every_way_to_give_it():
+    with pytest.raises(MissingSignalError, match=r"reward_model=.*reward_model: .*--reward_model"):
+        Run(DATC())
 
 
 def test_a_reward_model_that_shares_the_policys_weights_is_refused():
@@ -241,7 +363,11 @@ def test_unknown_values_of_a_users_signal_may_be_none():
 
 
 def test_a_reward_model_that_reads_other_tokens_is_pointed_out(caplog):
-    """Prompt and response run together as one text: hardly a token has a counterpart."""
+    """Prompt and response run together as one text, and the whole response is one word."""
+
+    def one_word(call, row):
+        return [3 + (call + row) % 9, EOS]
+
     with caplog.at_level(logging.WARNING, "tokencredit"):
         run = Run(
             DATC(),
@@ -250,10 +376,28 @@ def test_a_reward_model_that_reads_other_tokens_is_pointed_out(caplog):
                 "reward_processing_classes": [tokenizer_for(TASK), None],
             },
             reward_funcs=[reward_model(), parity],
+            rollout=fixed_rollouts(make=one_word),
             max_steps=2,
         ).train()
     assert run.log[0]["credit/coverage"] < 0.5
     assert caplog.text.count("have a counterpart") == 1
+    assert "let prompts end where a token ends" in caplog.text  # and what to do
+
+
+def test_text_prompts_that_run_into_the_response_cost_one_token():
+    """The rest of the response is found by its characters, also where tokens carry no space."""
+    tokenizers = {"reward_processing_classes": [tokenizer_for(TASK), None]}
+    run = Run(
+        DATC(freeze=()),
+        more=tokenizers | {"reward_model": "from_rewards"},
+        reward_funcs=[reward_model(), parity],
+    ).train()
+    (event,) = run.events
+    for known, answer in zip(
+        event.rollouts.signals["work"].isfinite(), event.response_ids, strict=True
+    ):
+        for i, token in enumerate(answer):
+            assert bool(known[i]) == (i > 0 and token != EOS)
 
 
 def test_a_tokenizer_that_is_not_known_is_pointed_out_and_one_that_lies_beside_is_checked(

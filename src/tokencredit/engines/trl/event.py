@@ -31,6 +31,8 @@ class CreditEvent:
         truncated: ``[n]`` bool, cut off at the generation budget.
         group: ``[n]``, which prompt each row answers: ``rollouts.group``.
         entropy_source: where the entropies came from, or None.
+        success_known: whether some reward function says which responses are right; if not,
+            ``rollouts.success`` is the default of `Rollouts`, which no rule in use reads.
     """
 
     step: int
@@ -45,3 +47,4 @@ class CreditEvent:
     truncated: Bool[Tensor, "n"]
     group: Int[Tensor, "n"]
     entropy_source: str | None
+    success_known: bool = True

@@ -17,12 +17,18 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from accelerate.utils import gather_object
-from torch import Tensor
+from torch import Tensor, nn
 
 from tokencredit.credit import Credit, assign
 from tokencredit.engines.trl.event import CreditEvent
 from tokencredit.engines.trl.guards import apply_requirements, check_trainer, check_versions
-from tokencredit.engines.trl.work import WORK_SIGNALS, WorkSignals
+from tokencredit.engines.trl.work import (
+    MARKS,
+    WORK_SIGNALS,
+    TokenMarks,
+    WorkSignals,
+    needs_work,
+)
 from tokencredit.errors import InputError, MissingSignalError, nearest
 from tokencredit.methods.registry import resolve
 from tokencredit.methods.rule import Rule
@@ -66,7 +72,8 @@ class TokenCreditMixin(_Base):
         credit: a rule (``GTPO(alpha2=0.1)``), a name (``"gtpo"``), or None: then nothing
             changes and the trainer is exactly the one it is mixed into.
         success_from: name of the reward function that says whether a response is right (a value
-            above 0.5). Needed by rules that read success when there are several.
+            above 0.5). Needed by rules that read success when there are several. Where nothing
+            says it (several functions, or a reward model alone), records leave it out.
         entropy_source: ``auto`` reuses the old-log-probability pass when TRL runs one, else runs
             one pass without gradient; ``old_logprobs`` and ``forward`` force either.
         signals: further token signals by name, for rules that need them: called like a reward
@@ -78,7 +85,9 @@ class TokenCreditMixin(_Base):
             `GoldAnswer` (its answers a column of the data set), or ``"from_rewards"``: the one
             among the reward functions, whose forward pass is then shared.
         reward_tokenizer: the reward model's tokenizer, to render messages in its own chat
-            template; without one it reads the policy's tokens as they are.
+            template. Default: that of ``reward_model``'s folder or name, or of the name that a
+            model given as an object was loaded from; where there is none it is taken to be the
+            policy's, with a warning.
         path_points: for DATC: average the reward gradient at so many points (`alignment_signals`).
         reward_micro_batch: responses at a time in the reward model; default: TRL's batch size.
         **kwargs: as for GRPOTrainer.
@@ -127,21 +136,17 @@ class TokenCreditMixin(_Base):
         self._source_logged: str | None = None
         self._generated_prompts: Any = None
         self._work: WorkSignals | None = None
+        self._marks: TokenMarks | None = None
         super().__init__(*args, **kwargs)
+        unused = not needs_work(self.credit_rule, self._signal_funcs)
+        if reward_model is not None and unused and self.accelerator.is_main_process:
+            logger.warning(
+                "tokencredit: reward_model is not used: %s needs no signal of a reward model",
+                "plain GRPO" if self.credit_rule is None else self.credit_rule.name,
+            )
         if self.credit_rule is None:
             return
-        for name in self.credit_rule.needs:
-            if name in WORK_SIGNALS and name not in self._signal_funcs:
-                if reward_model is None:
-                    raise MissingSignalError(
-                        f"{self.credit_rule.name}: needs the signal {name!r}, formed from a frozen "
-                        "reward model: give the trainer one by reward_model=..."
-                    )
-            elif name not in POLICY_SIGNALS and name not in self._signal_funcs:
-                raise MissingSignalError(
-                    f"{self.credit_rule.name}: needs the signal {name!r}; give the trainer a "
-                    f"function for it: signals={{{name!r}: ...}}"
-                )
+        self._check_signals(self.credit_rule, reward_model)
         # On a copy: the user may give the same configuration to another trainer.
         required = copy.copy(self.args)
         lines = apply_requirements(required, self.credit_rule)
@@ -152,15 +157,44 @@ class TokenCreditMixin(_Base):
                 logger.warning("tokencredit: %s", line)
         self.importance_sampling_level = self.args.importance_sampling_level
         self._success_column = self._find_success(success_from)
-        if set(self.credit_rule.needs) & set(WORK_SIGNALS) - set(self._signal_funcs):
+        # What the user's own functions give is not formed.
+        asked = {*self.credit_rule.needs, *self.credit_rule.reads} - set(self._signal_funcs)
+        if asked & set(MARKS) or needs_work(self.credit_rule, self._signal_funcs):
+            self._marks = TokenMarks(self._tokenizer)
+        if needs_work(self.credit_rule, self._signal_funcs):
             self._work = WorkSignals.of(
                 reward_model,
                 trainer=self,
-                needs=self.credit_rule.needs,
+                needs=sorted(asked),
                 reward_tokenizer=reward_tokenizer,
                 path_points=path_points,
                 micro_batch=reward_micro_batch,
             )
+
+    def _check_signals(self, rule: Rule, reward_model: Any) -> None:
+        """Refuse a rule whose signals neither the trainer nor the user forms."""
+        for name in rule.needs:
+            if name in self._signal_funcs or name in POLICY_SIGNALS:
+                continue
+            if name not in WORK_SIGNALS:
+                raise MissingSignalError(
+                    f"{rule.name}: needs the signal {name!r}; give the trainer a "
+                    f"function for it: signals={{{name!r}: ...}}"
+                )
+            if reward_model is None:
+                raise MissingSignalError(
+                    f"{rule.name}: needs the signal {name!r}, formed from a frozen reward model: "
+                    "name one by reward_model (in a script reward_model=..., in YAML "
+                    "reward_model: ..., as a flag --reward_model)"
+                )
+        known = {*POLICY_SIGNALS, *WORK_SIGNALS, *MARKS, *self._signal_funcs}
+        for name in rule.reads:
+            if name not in known:
+                raise InputError(
+                    f"{rule.name}: reads the signal {name!r}, which nothing forms"
+                    f"{nearest(name, known)}; give the trainer a function for it: "
+                    f"signals={{{name!r}: ...}}"
+                )
 
     def _find_success(self, name: str | None) -> int | None:
         names = list(self.reward_func_names)
@@ -174,8 +208,10 @@ class TokenCreditMixin(_Base):
                 raise InputError(f"success_from: {names.count(name)} reward functions named {name}")
             return names.index(name)
         assert self.credit_rule is not None
-        if len(names) == 1:
-            return 0
+        if len(names) == 1 and (
+            self.credit_rule.reads_success or not isinstance(self.reward_funcs[0], nn.Module)
+        ):
+            return 0  # a reward model's raw score is no verdict, unless the rule asks for one
         if self.credit_rule.reads_success:
             raise InputError(
                 f"{self.credit_rule.name} reads whether a response is right, and there are "
@@ -365,7 +401,9 @@ class TokenCreditMixin(_Base):
                 logger.info("tokencredit: token entropies from %s", source)
                 self._source_logged = source
         if self._work is not None:
-            signals.update(self._work.take(output["completion_ids"], self._ends()))
+            signals.update(self._work.take(output["completion_ids"]))
+        if self._marks is not None:
+            signals.update(self._marks.form(output["completion_ids"], self._ends()))
         for name, function in self._signal_funcs.items():
             signals[name] = self._ask_signal(name, function, scored, output)
         return signals, source
@@ -597,6 +635,7 @@ class TokenCreditMixin(_Base):
             truncated=truncated,
             group=rollouts.group,
             entropy_source=source,
+            success_known=self._success_column is not None,
         )
         for listener in self.on_credit:
             listener(event)

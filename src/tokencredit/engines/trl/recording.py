@@ -69,7 +69,7 @@ class RolloutRecorder:
         mask = rollouts.mask.int().tolist()
         signals = {name: compact(value) for name, value in rollouts.signals.items()}
         rewards: Any = compact(rollouts.rewards)
-        success: Any = rollouts.success.tolist()
+        success: Any = rollouts.success.tolist() if event.success_known else [None] * len(rewards)
         keep: Any = rollouts.keep.tolist()
         truncated = event.truncated.tolist()
         group = rollouts.group.tolist()

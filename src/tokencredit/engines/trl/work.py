@@ -5,12 +5,14 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Collection
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from tokencredit.errors import InputError, nearest
+from tokencredit.methods.rule import Rule
 from tokencredit.signals.alignment import (
     EXTRA,
     Alignment,
@@ -29,7 +31,7 @@ from tokencredit.signals.reward_gradient import (
 )
 from tokencredit.signals.statistics import STATISTICS
 
-__all__ = ["FROM_REWARDS", "WORK_SIGNALS", "WorkSignals"]
+__all__ = ["FROM_REWARDS", "MARKS", "WORK_SIGNALS", "TokenMarks", "WorkSignals", "needs_work"]
 
 logger = logging.getLogger("tokencredit")
 
@@ -38,8 +40,57 @@ FROM_REWARDS = "from_rewards"
 WORK_SIGNALS = tuple(name for name in (*STATISTICS, *EXTRA) if name not in ("logprob", "entropy"))
 """Signals that need the reward model (or, some of them, only the policy's statistics)."""
 
+MARKS = ("eos", "structural")
+"""Signals that mark tokens which carry no decision: 1 there, 0 elsewhere."""
+
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "tokenizer.model",
+    "vocab.json",
+    "vocab.txt",
+    "spiece.model",
+    "sentencepiece.bpe.model",
+    "tekken.json",
+)
+
 LITTLE = 0.5
 """A share of tokens with a usable gradient below which the user is told."""
+
+
+def needs_work(rule: Rule | None, given: Collection[str] = ()) -> bool:
+    """Whether a rule needs a signal of the reward model, beyond those that are given."""
+    return rule is not None and bool(set(rule.needs) & set(WORK_SIGNALS) - set(given))
+
+
+class TokenMarks:
+    """The signals `MARKS` of a batch.
+
+    Args:
+        tokenizer: the policy's.
+    """
+
+    def __init__(self, tokenizer: Any) -> None:
+        self.tokenizer = tokenizer
+        self._structural: dict[int, bool] = {}
+
+    def form(self, completion_ids: Tensor, ends: Tensor) -> dict[str, Tensor]:
+        """Which tokens end a response, and which are structural."""
+        marked = [i for i in completion_ids.unique().tolist() if self._is_structural(i)]
+        marks = torch.tensor(marked, device=completion_ids.device, dtype=completion_ids.dtype)
+        return {
+            "eos": torch.isin(completion_ids, ends).float(),
+            "structural": torch.isin(completion_ids, marks).float(),
+        }
+
+    def _is_structural(self, token: int) -> bool:
+        """White space alone, or a full stop that ends a line: tokens that carry no decision."""
+        known = self._structural.get(token)
+        if known is None:
+            text = self.tokenizer.decode([token])
+            known = bool(text) and (text.isspace() or (text.strip() == "." and "\n" in text))
+            self._structural[token] = known
+        return known
 
 
 class WorkSignals:
@@ -47,7 +98,7 @@ class WorkSignals:
 
     Args:
         source: what is differentiated.
-        needs: names of the signals that the rule reads.
+        needs: names of the signals that the rule reads; those of others are left to others.
         policy_tokenizer: the trainer's tokenizer.
         reward_tokenizer: the reward model's; None = it reads the policy's own tokens.
         column: index of the reward function whose scores these are, to share the forward pass.
@@ -83,7 +134,6 @@ class WorkSignals:
         self.last: Alignment | None = None
         self._verified = False
         self._warned = False
-        self._structural: dict[int, bool] = {}
 
     @staticmethod
     def of(
@@ -113,13 +163,13 @@ class WorkSignals:
             reward_model = trainer.reward_funcs[column]
             reward_tokenizer = trainer.reward_processing_classes[column]
         elif isinstance(reward_model, str):
-            from transformers import AutoModelForSequenceClassification, AutoTokenizer
+            from transformers import AutoModelForSequenceClassification
 
             try:
                 name, dtype = reward_model, "auto"
                 reward_model = AutoModelForSequenceClassification.from_pretrained(name, dtype=dtype)
                 if reward_tokenizer is None:
-                    reward_tokenizer = AutoTokenizer.from_pretrained(name)
+                    reward_tokenizer = _tokenizer_in(name)
             except (OSError, ValueError) as error:
                 raise InputError(
                     f"reward_model={reward_model!r}: {' '.join(str(error).split())}"
@@ -228,34 +278,26 @@ class WorkSignals:
             self._warned = True
             logger.warning(
                 "tokencredit: only %.0f %% of the tokens have a counterpart with a finite gradient "
-                "in what the reward model reads; the others keep weight 1 (credit/coverage)",
+                "in what the reward model reads; the others keep weight 1 (credit/coverage). %s",
                 100 * share,
+                "The scores or gradients of whole responses are not finite: load the reward model "
+                "in bfloat16 or float32"
+                if finite < LITTLE
+                else "It reads the text in other tokens than the policy wrote: let prompts end "
+                "where a token ends (in a space or a line break), or use text prompts and give the "
+                "reward model apart from the rewards (reward_model=...), where it reads the "
+                "policy's own tokens",
             )
 
-    def take(self, completion_ids: Tensor, ends: Tensor) -> dict[str, Tensor]:
-        """The formed signals at the width of TRL's tensors, and which tokens to freeze."""
+    def take(self, completion_ids: Tensor) -> dict[str, Tensor]:
+        """The formed signals at the width of TRL's tensors."""
         assert self.last is not None
         found, self.last = self.last, None
         width = completion_ids.shape[1]
-        signals = {
+        return {
             name: nn.functional.pad(value, (0, width - value.shape[1]), value=torch.nan)
             for name, value in found.signals.items()
         }
-        signals["eos"] = torch.isin(completion_ids, ends).float()
-        unique = completion_ids.unique().tolist()
-        marked = [i for i in unique if self._is_structural(i)]
-        marks = torch.tensor(marked, device=completion_ids.device, dtype=completion_ids.dtype)
-        signals["structural"] = torch.isin(completion_ids, marks).float()
-        return signals
-
-    def _is_structural(self, token: int) -> bool:
-        """White space alone, or a full stop that ends a line: tokens that carry no decision."""
-        known = self._structural.get(token)
-        if known is None:
-            text = self.tokenizer.decode([token])
-            known = bool(text) and (text.isspace() or (text.strip() == "." and "\n" in text))
-            self._structural[token] = known
-        return known
 
     def _input(
         self,
@@ -287,13 +329,31 @@ def _refuse_shared(model: Any, policy: Any) -> None:
         )
 
 
+def _tokenizer_in(name: str) -> Any:
+    """The tokenizer of a folder or name; refused where a folder holds none.
+
+    Of a folder without one transformers makes up an empty tokenizer of the model's family.
+    """
+    from transformers import AutoTokenizer
+
+    if Path(name).is_dir() and not any((Path(name) / file).is_file() for file in TOKENIZER_FILES):
+        raise InputError(
+            f"reward_model={name!r}: the folder holds no tokenizer; save the policy's into it if "
+            "that is what it was trained with (tokenizer.save_pretrained), or give it by "
+            "reward_tokenizer=..."
+        )
+    return AutoTokenizer.from_pretrained(name)
+
+
 def _own_tokenizer(model: Any) -> Any:
     """The tokenizer that lies beside a model given as an object, if one does."""
     from transformers import AutoTokenizer
 
     name = getattr(model.config, "_name_or_path", "")
     if name:
-        with contextlib.suppress(OSError, ValueError):
+        with contextlib.suppress(OSError, ValueError):  # of which InputError is one
+            if Path(name).is_dir():
+                return _tokenizer_in(name)
             return AutoTokenizer.from_pretrained(name, local_files_only=True)
     logger.warning(
         "tokencredit: the reward model's tokenizer is not known, so it is taken to be the policy's "

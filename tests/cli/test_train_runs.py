@@ -378,9 +378,76 @@ def test_datc_from_yaml(place: Place, given: str):
         assert all(0.5 - 1e-6 <= w <= 2.0 + 1e-6 for w in weights)
         assert set(record.signals) >= {"work", "logprob", "entropy", "eos"}
     assert config_of(place)["credit"]["bound"] == 2.0
+    assert all(record.meta["reward_model"] == "rm" for record in records)
+    report = Path("out/report.md").read_text()
+    assert "- reward model: rm" in report
+    for name in ("coverage", "misaligned_share", "at_bounds"):
+        assert f"| credit/{name} |" in report
+
+
+@pytest.mark.parametrize("strength", [None, "weak"])
+def test_datc_in_the_lab_says_which_reward_model(place: Place, strength: str | None):
+    named = ["--reward_model", strength] if strength else []
+    outcome = place.run(
+        "train", *TINY_LAB, "--credit", "datc", *named, "--max_steps=2", "--output_dir=out",
+        "--record_every=1", "--save_steps=1",
+    )  # fmt: skip
+    assert outcome.code == 0, outcome.err
+    assert "tokenizer is not known" not in outcome.out + outcome.err
+    assert config_of(place)["reward_model"] == (strength or "strong")
+    assert f"- reward model: {strength or 'strong'}" in Path("out/report.md").read_text()
+    for record in read_records(Path("out/rollouts.jsonl")):
+        assert record.meta["reward_model"] == (strength or "strong")
+        assert record.success is not None
+    if strength is None:
+        # A run from before the name was written goes on.
+        config = Path("out/config.yaml")
+        lines = config.read_text().splitlines(keepends=True)
+        config.write_text("".join(line for line in lines if "reward_model" not in line))
+        again = place.run("train", "--resume", "--output_dir=out", "--max_steps=3")
+        assert again.code == 0, again.err
+        other = ["--reward_model", "weak"]
+        again = place.run("train", "--resume", "--output_dir=out", "--max_steps=4", *other)
+        assert again.code == 2 and "reward_model" in again.err
+
+
+@pytest.mark.parametrize("rule", ["gtpo", "none"])
+@pytest.mark.parametrize("where", ["yaml", "lab"])
+def test_a_reward_model_that_no_rule_reads_is_pointed_out(place: Place, rule: str, where: str):
+    if where == "yaml":
+        outcome = place.train("--credit", rule, "--reward_model", "nowhere", max_steps=1)
+    else:
+        outcome = place.run(
+            "train", *TINY_LAB, "--credit", rule, "--reward_model=weak", "--max_steps=1",
+            "--output_dir=out",
+        )  # fmt: skip
+    assert outcome.code == 0, outcome.err
+    assert (outcome.out + outcome.err).count("is not used") == 1
+    assert "reward_model" not in config_of(place)
+    report = (place.path / "out/report.md").read_text()
+    assert "reward model" not in report and "credit/coverage" not in report
+
+
+def test_a_reward_model_that_is_only_a_reward_is_no_matter(place: Place):
+    save_reward_model(Path("rm"))
+    outcome = place.train("--credit", "grpo", reward_model_name_or_path="rm", max_steps=1,
+                          reward_funcs=..., record_every=1)  # fmt: skip
+    assert outcome.code == 0, outcome.err
+    assert "is not used" not in outcome.out + outcome.err
+    for record in read_records(Path("out/rollouts.jsonl")):
+        assert record.success is None and "reward_model" not in record.meta
+
+
+def test_our_flags_say_their_defaults_once(place: Place):
+    text = " ".join(place.run("train", "--help").out.split())
+    for name in ("--reward_model", "--entropy_source", "--success_from", "--record_every"):
+        ours = text.split(f" {name} ", 2)[-1].split(" --")[0]
+        assert "(default: None)" not in ours and ours.count("(default: ") == 0, ours
+    assert "(default: " in text  # TRL's own keep theirs
 
 
 def test_datc_without_a_reward_model_says_what_to_give(place: Place):
     outcome = place.train("--credit", "datc")
     assert outcome.code == 2
-    assert "reward_model" in outcome.err and outcome.err.count("\n") == 1
+    assert "--reward_model" in outcome.err and outcome.err.count("\n") == 1
+    assert "reward_model: " in outcome.err

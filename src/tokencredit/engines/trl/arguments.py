@@ -120,6 +120,14 @@ class TrainArguments:
         return _value_of(name, (self.script, self.training, self.model, self.dataset))
 
 
+class _Help(argparse.ArgumentDefaultsHelpFormatter):
+    """TRL's fields get their default appended; ours say theirs in their own words."""
+
+    def _get_help_string(self, action: argparse.Action) -> str | None:
+        own = action.dest in (*OWN_FIELDS, "config")
+        return action.help if own else super()._get_help_string(action)
+
+
 def make_parser() -> Any:
     """TRL's parser for ``trl grpo`` with our fields added."""
     from trl import DatasetMixtureConfig, GRPOConfig, ModelConfig, TrlParser
@@ -133,6 +141,7 @@ def make_parser() -> Any:
         (GRPOScriptArguments, GRPOConfig, ModelConfig, DatasetMixtureConfig),
         prog="tokencredit train",
         allow_abbrev=False,
+        formatter_class=_Help,
         description="Train a language model with GRPO and token-level credit. Every field of "
         "`trl grpo` is a flag here, and a key of the YAML given with --config.",
     )
@@ -162,7 +171,8 @@ def make_parser() -> Any:
         "--reward_model",
         metavar="NAME",
         help="for DATC: the frozen reward model that is differentiated, a folder or name; "
-        "from_rewards (default) = the one among the rewards; with --lab: strong (default) or weak",
+        "from_rewards = the one among the rewards (default if reward_model_name_or_path is set); "
+        "with --lab: strong (default) or weak",
     )
     add(
         "--path_points",

@@ -8,15 +8,17 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from tokencredit.engines.trl.jobs import Job
-from tokencredit.engines.trl.work import WORK_SIGNALS
+from tokencredit.engines.trl.work import needs_work
 from tokencredit.errors import InputError
 from tokencredit.methods.rule import Rule
 
 if TYPE_CHECKING:
     from tokencredit.lab import Setting
 
-__all__ = ["lab_defaults", "lab_job"]
+__all__ = ["STRENGTHS", "lab_defaults", "lab_job"]
 
+STRENGTHS = ("strong", "weak")
+"""The lab's reward models, the default first."""
 
 PROMPTS = 4096
 """Training prompts, however long the run: a shorter or longer one sees the same first ones."""
@@ -66,9 +68,9 @@ def lab_job(
         return marks(prompts, completion_ids)
 
     source = None
-    if rule is not None and set(rule.needs) & set(WORK_SIGNALS):
-        strength = reward_model or "strong"
-        if strength not in ("strong", "weak"):
+    if needs_work(rule):
+        strength = reward_model or STRENGTHS[0]
+        if strength not in STRENGTHS:
             raise InputError(
                 f"train: --lab has the reward models strong and weak, not {strength!r}"
             )
@@ -87,5 +89,6 @@ def lab_job(
         rewards=[lab.task_reward(setting.task)],
         signals={"oracle": oracle} if rule is not None and "oracle" in rule.needs else {},
         reward_model=source,
+        reward_tokenizer=tokenizer if source is not None else None,
         accuracy=accuracy,
     )

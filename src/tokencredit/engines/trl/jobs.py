@@ -10,7 +10,7 @@ from typing import Any
 from tokencredit.engines.trl.arguments import TrainArguments
 from tokencredit.engines.trl.data import load_rewards, load_splits
 from tokencredit.engines.trl.run_folder import broken_weights
-from tokencredit.engines.trl.work import FROM_REWARDS
+from tokencredit.engines.trl.work import FROM_REWARDS, needs_work
 from tokencredit.errors import InputError
 
 __all__ = ["Job", "configured_job"]
@@ -28,6 +28,7 @@ class Job:
         rewards: reward functions and models.
         signals: functions for further token signals, by name.
         reward_model: what DATC differentiates, or None.
+        reward_tokenizer: its tokenizer, where that is not beside it.
         accuracy: measures a policy on held-out prompts, ``(model, count) -> Evaluation``; None
             where there is no such measure.
         peft: a PEFT configuration, or None.
@@ -41,6 +42,7 @@ class Job:
     rewards: list[Any]
     signals: Mapping[str, Callable[..., Any]] = field(default_factory=dict[str, Any])
     reward_model: Any = None
+    reward_tokenizer: Any = None
     accuracy: Callable[[Any, int], Any] | None = None
     peft: Any = None
     quantization: Any = None
@@ -80,11 +82,18 @@ def configured_job(arguments: TrainArguments) -> Job:
         train=train,
         evaluation=evaluation,
         rewards=rewards,
-        reward_model=arguments.reward_model
-        or (FROM_REWARDS if arguments.script.reward_model_name_or_path else None),
+        reward_model=_reward_model(arguments),
         peft=get_peft_config(arguments.model),
         quantization=get_quantization_config(arguments.model),
     )
+
+
+def _reward_model(arguments: TrainArguments) -> str | None:
+    """What is named, else the reward model that is a reward, for rules that need one."""
+    if arguments.reward_model is not None:
+        return arguments.reward_model
+    among = arguments.script.reward_model_name_or_path and needs_work(arguments.rule)
+    return FROM_REWARDS if among else None
 
 
 def _check_model(name: str, revision: str | None, trust: bool) -> None:

@@ -20,6 +20,10 @@ CREDIT_METRICS = (
     "credit/largest_share",
     "credit/groups_skipped",
     "credit/unknown_tokens",
+    "credit/coverage",
+    "credit/misaligned_share",
+    "credit/predicted_gain",
+    "credit/at_bounds",
 )
 
 

@@ -29,9 +29,11 @@ from tokencredit.engines.trl.arguments import (
     plain,
     read_yaml,
 )
+from tokencredit.engines.trl.embedded import STRENGTHS
 from tokencredit.engines.trl.guards import apply_requirements, recommended_config
 from tokencredit.engines.trl.jobs import Job, configured_job
 from tokencredit.engines.trl.run_folder import RunFolder, next_folder, numbered_folders
+from tokencredit.engines.trl.work import FROM_REWARDS, needs_work
 from tokencredit.errors import InputError, MissingExtraError, TokenCreditError
 from tokencredit.methods.rule import Rule
 
@@ -272,7 +274,9 @@ def _config_of(arguments: TrainArguments, applied: dict[str, Any]) -> dict[str, 
 
 def _check_same_run(arguments: TrainArguments, folder: RunFolder, applied: dict[str, Any]) -> None:
     saved, now = read_yaml(folder.config), _config_of(arguments, applied)
-    usual = {"lab": None, "success_from": None, "credit": None, "eval_prompts": None}
+    usual: dict[str, Any] = dict.fromkeys(("lab", "success_from", "credit", "eval_prompts"))
+    if arguments.lab is not None and needs_work(arguments.rule):
+        usual["reward_model"] = STRENGTHS[0]
     for group in (arguments.script, arguments.training, arguments.model, arguments.dataset):
         usual |= {f.name: plain(f.default) for f in dataclasses.fields(group)}
     for key in sorted((set(saved) | set(now)) - MAY_CHANGE):
@@ -283,6 +287,29 @@ def _check_same_run(arguments: TrainArguments, folder: RunFolder, applied: dict[
                 f"--resume: {key} was {was!r} in {folder.config} and is {value!r} now; "
                 "leave it as it was, or start another run"
             )
+
+
+def _settle_reward_model(arguments: TrainArguments) -> None:
+    """Which reward model is differentiated, where the lab has a default or the rule needs none."""
+    if needs_work(arguments.rule):
+        if arguments.lab is not None and arguments.reward_model is None:
+            arguments.reward_model = STRENGTHS[0]
+    elif arguments.reward_model is not None:
+        what = "plain GRPO" if arguments.rule is None else arguments.rule.name
+        _say(
+            f"  reward_model {arguments.reward_model} is not used: {what} needs no signal of a "
+            "reward model"
+        )
+        arguments.reward_model = None
+
+
+def _reward_model_name(arguments: TrainArguments, job: Job) -> str | None:
+    """What is differentiated, in a word for the report and the records."""
+    if job.reward_model is None:
+        return None
+    among = arguments.script.reward_model_name_or_path
+    named = arguments.reward_model or FROM_REWARDS
+    return str(among) if named == FROM_REWARDS and among else named
 
 
 def _apply_recipe(arguments: TrainArguments) -> dict[str, Any]:
@@ -323,6 +350,7 @@ def _run(arguments: TrainArguments, folder: RunFolder) -> None:
     _say(f"tokencredit train: {what}, credit {rule.name if rule else 'none (plain GRPO)'}")
     _say(f"  run folder {folder.path}")
     applied = _apply_recipe(arguments)
+    _settle_reward_model(arguments)
     if arguments.resume and main and folder.config.exists():
         _check_same_run(arguments, folder, applied)
     job = _job(arguments)
@@ -342,6 +370,7 @@ def _run(arguments: TrainArguments, folder: RunFolder) -> None:
             entropy_source=arguments.entropy_source,
             signals=job.signals,
             reward_model=job.reward_model,
+            reward_tokenizer=job.reward_tokenizer,
             path_points=arguments.path_points,
         )
     except TokenCreditError:
@@ -356,6 +385,7 @@ def _run(arguments: TrainArguments, folder: RunFolder) -> None:
     _own_output(trainer)
     trainer.add_callback(Progress())
     trainer.add_callback(MetricsFile(folder.metrics))
+    judge = _reward_model_name(arguments, job)
     if arguments.record_every and rule is not None:
         meta: dict[str, Any] = {"model": str(what), "temperature": training.temperature}
         vocabulary = getattr(trainer.model.config, "vocab_size", None)
@@ -364,6 +394,8 @@ def _run(arguments: TrainArguments, folder: RunFolder) -> None:
         tokenizer = getattr(trainer.processing_class, "tokenizer", trainer.processing_class)
         named = getattr(tokenizer, "name_or_path", "") or type(tokenizer).__name__
         meta["tokenizer"] = f"{named} ({len(tokenizer)} tokens)"
+        if judge is not None:
+            meta["reward_model"] = judge
         trainer.on_credit.append(
             RolloutRecorder(folder.rollouts, tokenizer, every=arguments.record_every, meta=meta)
         )
@@ -386,6 +418,7 @@ def _run(arguments: TrainArguments, folder: RunFolder) -> None:
         facts = {
             "task and model": what,
             "credit": "none (plain GRPO)" if rule is None else _in_words(rule),
+            **({} if judge is None else {"reward model": judge}),
             "steps": trainer.state.global_step,
             "training time": f"{seconds:.0f} s"
             + ("" if checkpoint is None else f" since {Path(checkpoint).name}"),

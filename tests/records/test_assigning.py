@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from tokencredit import GTPO, assign
+from tokencredit.cli.main import main
 from tokencredit.errors import InputError, MissingSignalError
 from tokencredit.records import (
     AssignProgress,
@@ -178,6 +179,35 @@ def test_progress_and_an_empty_file(tmp_path: Path):
     empty = written(tmp_path / "empty.jsonl", [])
     with pytest.raises(InputError, match="holds no records"):
         assign_file(empty, tmp_path / "none.jsonl", "grpo")
+
+
+@pytest.mark.parametrize(
+    ("rule", "reward", "success", "guessed"),
+    [
+        ("gtpo", 1.3, None, True),  # a sum of rewards, or a reward model's score
+        ("gtpo", 1.3, True, False),
+        ("gtpo", 1.0, None, False),
+        ("gtpo", -1.0, None, False),
+        ("grpo", 1.3, None, False),
+    ],
+)
+def test_a_verdict_that_nobody_gave_is_pointed_out(
+    tmp_path: Path,
+    rule: str,
+    reward: float,
+    success: bool | None,
+    guessed: bool,
+    capsys: pytest.CaptureFixture[str],
+):
+    records = [
+        dataclasses.replace(r, reward=reward * r.reward, success=success and bool(r.reward))
+        for r in rollouts()
+        if r.reward is not None
+    ]
+    source, target = written(tmp_path / "in.jsonl", records), tmp_path / "out.jsonl"
+    assert assign_file(source, target, rule).success_guessed is guessed
+    assert main(["assign", str(source), "--credit", rule, "-o", str(target), "--overwrite"]) == 0
+    assert ("went by reward > 0.5" in capsys.readouterr().err) is guessed
 
 
 def test_wrong_rules_and_options_are_told_before_anything_is_written(tmp_path: Path):

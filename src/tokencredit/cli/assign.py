@@ -47,4 +47,10 @@ def run(argv: list[str]) -> int:
     )
     for name, value in summary.diagnostics.items():
         print(f"  {name:<18} {value:.6g}")
+    if summary.success_guessed:
+        print(
+            f"note: {summary.name} reads which responses are right, which the records do not say; "
+            "it went by reward > 0.5",
+            file=sys.stderr,
+        )
     return 0

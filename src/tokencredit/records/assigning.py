@@ -50,6 +50,8 @@ class AssignSummary:
         diagnostics: `Credit.diagnostics` of all batches together: counts are added up, largest
             values stay the largest, and shares and means are averaged over the batches, each
             with the weight of what it is a share or mean of (groups, responses or tokens).
+        success_guessed: the rule reads which responses are right, the records do not say it, and
+            their rewards are no plain verdicts (0, 1 or -1): ``reward > 0.5`` decided.
     """
 
     rule: Rule
@@ -58,6 +60,7 @@ class AssignSummary:
     groups: int
     tokens: int
     diagnostics: dict[str, float] = field(default_factory=dict[str, float])
+    success_guessed: bool = False
 
 
 def assign_file(
@@ -120,6 +123,7 @@ def assign_file(
     name = name or resolved.name
     meta = {"rule": resolved.name, "options": resolved.options(), "version": _version()}
     totals = _Totals()
+    guessed = False
     with (
         open_source(source) as opened,
         RecordWriter(target, overwrite=overwrite) as writer,
@@ -139,13 +143,25 @@ def assign_file(
             for record in records_with_credit(records, name, credit, meta=meta):
                 writer.write(record)
             totals.add(records, len(batch), credit.diagnostics)
+            guessed = guessed or (resolved.reads_success and any(map(_undecided, records)))
             if on_progress is not None:
                 on_progress(AssignProgress(totals.responses, opened.fraction))
         if not totals.responses:
             raise InputError(f"{opened.name}: holds no records")
     return AssignSummary(
-        resolved, name, totals.responses, totals.groups, totals.tokens, totals.diagnostics()
+        resolved,
+        name,
+        totals.responses,
+        totals.groups,
+        totals.tokens,
+        totals.diagnostics(),
+        success_guessed=guessed,
     )
+
+
+def _undecided(record: Record) -> bool:
+    """Whether a record says not what is right, and its reward is no plain verdict."""
+    return record.success is None and record.reward not in (None, -1, 0, 1)
 
 
 class _Uniform:

@@ -6,10 +6,13 @@ Run as a script it rewrites the tables of methods and options.
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
 import textwrap
 from pathlib import Path
 
 from tokencredit import Method, Option, methods
+from tokencredit.signals.statistics import OF_REWARD
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
@@ -17,6 +20,13 @@ PAGES = sorted(DOCS.rglob("*.md"))
 DOCUMENTS = [ROOT / "README.md", ROOT / "CHANGELOG.md", ROOT / "CONTRIBUTING.md", *PAGES]
 
 _FENCE = re.compile(r"^( *)```(\w*)[^\n]*\n(.*?)^\1```$", re.MULTILINE | re.DOTALL)
+
+
+def shipped() -> list[str]:
+    """The methods of the package alone: a test or the lab may have registered others."""
+    code = "import tokencredit; print(*tokencredit.methods())"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    return [name for name in done.stdout.split() if not methods()[name].rule.control_of]
 
 
 def name_of(path: Path) -> str:
@@ -67,7 +77,8 @@ def methods_table(known: dict[str, Method], folder: str) -> str:
         paper = method.paper
         if paper.startswith("arXiv:"):
             paper = f"[{paper}](https://arxiv.org/abs/{paper.removeprefix('arXiv:')})"
-        needs = [*(["success"] if method.rule.reads_success else []), *method.needs]
+        of_judge = [f"{n} (a reward model)" if n in OF_REWARD else n for n in method.needs]
+        needs = [*(["success"] if method.rule.reads_success else []), *of_judge]
         if not method.needs:
             needs = ["rewards", *needs]
         rows.append(

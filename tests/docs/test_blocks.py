@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import yaml
-from documents import DOCS, DOCUMENTS, ROOT, blocks, name_of, without_blocks
+from documents import DOCS, DOCUMENTS, ROOT, blocks, name_of, shipped, without_blocks
 
 from tokencredit.cli.main import VERBS, main
 from tokencredit.methods import registry
@@ -234,7 +234,7 @@ def test_the_recommendations_on_the_trl_page() -> None:
     from tokencredit.engines.trl import recommended_config
 
     text = _text(DOCS / "trl.md")
-    for name in ("grpo", "dr_grpo", "dapo", "gtpo", "grpo_s"):
+    for name in shipped():
         fields = recommended_config(methods()[name].rule())
         high = fields.get("epsilon_high", "")
         cells = [f"`{name}`", fields["loss_type"], fields["epsilon"], high, f"{fields['beta']:g}"]

@@ -33,6 +33,7 @@ from tokencredit.records.tensors import (
     records_with_credit,
     rollouts_from_records,
 )
+from tokencredit.records.token_texts import token_texts
 from tokencredit.records.writing import RecordWriter, append_records, truncate_after_step
 
 __all__ = [
@@ -53,5 +54,6 @@ __all__ = [
     "records_with_credit",
     "rollouts_from_records",
     "to_json",
+    "token_texts",
     "truncate_after_step",
 ]

@@ -98,9 +98,8 @@ def view(
         credit: rules to assign first, by name or as objects; for a batch also a mapping from the
             names that you like to rules or to the `Credit` that you have. Records keep the credit
             that they hold: a rule of the same name is shown beside it, with a star.
-        tokens: for a batch: the texts of each row's tokens, for example
-            ``[tokenizer.convert_ids_to_tokens(ids) for ids in rollouts.token_ids]``. Without
-            them tokens are shown by their ids.
+        tokens: for a batch: the texts of each row's tokens, as from
+            `tokencredit.records.token_texts`. Without them tokens are shown by their ids.
         by: what to colour by at first: ``"gtpo.advantage"``, ``"gtpo"`` for the same,
             ``"entropy"``. Default: the first advantage there is, else the first signal.
         against: what to show beside it at first, with the difference if both are of one kind.

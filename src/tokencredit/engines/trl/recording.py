@@ -8,7 +8,13 @@ from typing import Any
 import tokencredit
 from tokencredit.engines.trl.event import CreditEvent
 from tokencredit.errors import InputError
-from tokencredit.records import Record, append_records, compact, records_with_credit
+from tokencredit.records import (
+    Record,
+    append_records,
+    compact,
+    records_with_credit,
+    token_texts,
+)
 
 __all__ = ["RolloutRecorder"]
 
@@ -101,53 +107,6 @@ class RolloutRecorder:
         assert rule is not None
         about = {"options": rule.options(), "version": tokencredit.__version__}
         return records_with_credit(plain, rule.name, event.credit, meta=about)
-
-
-def token_texts(tokenizer: Any, ids: list[int]) -> list[str | bytes]:
-    """The text that each token stands for; bytes where they are no text on their own.
-
-    Vocabularies write their pieces in different ways: byte-level ones one printable character a
-    byte, SentencePiece's a mark for the space and ``<0x0A>`` for a lone byte.
-    """
-    pieces = tokenizer.convert_ids_to_tokens(ids)
-    special = set(tokenizer.all_special_tokens)
-    backend = getattr(tokenizer, "backend_tokenizer", None)
-    byte_level = "ByteLevel" in repr(getattr(backend, "decoder", None))
-    return [
-        "" if piece is None
-        else piece if piece in special
-        else _from_bytes(piece) if byte_level
-        else _from_sentencepiece(piece)
-        for piece in pieces
-    ]  # fmt: skip
-
-
-def _byte_of() -> dict[str, int]:
-    """GPT-2's table: printable bytes stand for themselves, the others for 256, 257, ..."""
-    printable = {*range(33, 127), *range(161, 173), *range(174, 256)}
-    table = {chr(b): b for b in printable}
-    table.update({chr(256 + n): b for n, b in enumerate(sorted(set(range(256)) - printable))})
-    return table
-
-
-BYTE_OF = _byte_of()
-
-
-def _from_bytes(piece: str) -> str | bytes:
-    if not all(c in BYTE_OF for c in piece):
-        return piece  # an added token, written as it is
-    raw = bytes(BYTE_OF[c] for c in piece)
-    try:
-        return raw.decode("utf-8")
-    except UnicodeDecodeError:
-        return raw
-
-
-def _from_sentencepiece(piece: str) -> str | bytes:
-    if len(piece) == 6 and piece.startswith("<0x") and piece.endswith(">"):
-        byte = bytes([int(piece[3:5], 16)])
-        return byte.decode() if byte < b"\x80" else byte
-    return piece.replace("\u2581", " ")
 
 
 def _text(response: Any) -> str:

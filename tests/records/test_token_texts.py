@@ -3,8 +3,9 @@
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from tokencredit.engines.trl.recording import BYTE_OF, token_texts
 from tokencredit.lab import Chain, tokenizer_for
+from tokencredit.records.token_texts import _BYTE_OF as BYTE_OF
+from tokencredit.records.token_texts import token_texts
 
 
 def test_byte_level():

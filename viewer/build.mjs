@@ -12,7 +12,7 @@ await build({
   bundle: true,
   minify: true,
   format: "iife",
-  target: ["chrome111", "firefox113", "safari16.4"],
+  target: ["chrome123", "firefox120", "safari17.5"],
   charset: "ascii",
   jsx: "automatic",
   jsxImportSource: "preact",

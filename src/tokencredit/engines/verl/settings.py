@@ -1,0 +1,314 @@
+"""What a verl configuration says about credit, what a rule needs of it, what stands in the way.
+
+Pure functions of the configuration: an OmegaConf ``DictConfig`` of verl's, or plain mappings of
+the same shape. Nothing here imports verl.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, get_args
+
+from tokencredit.errors import InputError, nearest
+from tokencredit.losses import RatioLevel
+from tokencredit.methods.registry import methods, resolve
+from tokencredit.methods.rule import Rule
+
+__all__ = [
+    "Setting",
+    "estimator_names",
+    "lookup",
+    "loss_mode",
+    "needed_overrides",
+    "notes",
+    "obstacles",
+    "recommended_overrides",
+    "setting_of",
+    "usable_methods",
+]
+
+PREFIX = "tokencredit_"
+"""Of every name that is registered with verl."""
+
+SECTION = "algorithm.tokencredit"
+ESTIMATOR = "algorithm.adv_estimator"
+ACTOR = "actor_rollout_ref.actor"
+LOSS_MODE = f"{ACTOR}.policy_loss.loss_mode"
+BYPASS = "algorithm.rollout_correction.bypass_mode"
+
+VERL_HANDS_OVER = frozenset({"entropy"})
+"""Token signals that can be had from verl."""
+
+AVERAGING_LOSSES = ("gspo", "geo_mean")
+"""verl's own policy losses whose ratio is formed over the whole response."""
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What a configuration asks of tokencredit.
+
+    Attributes:
+        estimator: the name that the configuration uses, for messages.
+        rule: the credit rule with its options.
+        success_from: the field of the reward function's result that says whether a response is
+            right; None: the score, before any KL penalty, is above 0.5.
+    """
+
+    estimator: str
+    rule: Rule
+    success_from: str | None = None
+
+    @property
+    def needs_entropy(self) -> bool:
+        """Whether the rule reads token entropies."""
+        return "entropy" in self.rule.needs
+
+    @property
+    def reads_field(self) -> str | None:
+        """`success_from`, for rules that read success at all."""
+        return self.success_from if self.rule.reads_success else None
+
+
+def usable_methods() -> tuple[str, ...]:
+    """Methods that need no more than rewards, success and entropies: what verl can give.
+
+    Example:
+        >>> "gtpo" in usable_methods(), "datc" in usable_methods()
+        (True, False)
+    """
+    return tuple(name for name, one in methods().items() if set(one.needs) <= VERL_HANDS_OVER)
+
+
+def estimator_names(taken: Mapping[str, Any] | tuple[str, ...] = ("grpo",)) -> dict[str, str]:
+    """Every estimator name and the method behind it.
+
+    Args:
+        taken: names that verl has itself; those stay verl's.
+
+    Example:
+        >>> names = estimator_names()
+        >>> names["tokencredit_grpo"], names["gtpo"], "grpo" in names
+        ('grpo', 'gtpo', False)
+    """
+    names = {PREFIX + method: method for method in usable_methods()}
+    return names | {method: method for method in usable_methods() if method not in taken}
+
+
+def loss_mode(level: RatioLevel) -> str:
+    """The policy loss with this ratio level, as `actor.policy_loss.loss_mode` names it.
+
+    Example:
+        >>> loss_mode("sequence_arithmetic")
+        'tokencredit_sequence_arithmetic'
+    """
+    return PREFIX + level
+
+
+def lookup(config: Any, path: str, default: Any = None) -> Any:
+    """A value of a nested configuration by its dotted path, or ``default`` where there is none.
+
+    Example:
+        >>> lookup({"algorithm": {"gamma": 1.0}}, "algorithm.gamma"), lookup({}, "a.b") is None
+        (1.0, True)
+    """
+    value = config
+    for key in path.split("."):
+        get = getattr(value, "get", None)
+        value = None if get is None else get(key, None)
+        if value is None:
+            return default
+    return value
+
+
+def setting_of(algorithm: Any, names: Mapping[str, str] | None = None) -> Setting | None:
+    """What ``config.algorithm`` asks of tokencredit, or None where the estimator is not ours.
+
+    Args:
+        algorithm: verl's ``config.algorithm``: ``adv_estimator``, and in ``tokencredit`` the
+            rule's options and ``success_from``.
+        names: estimator names and the methods behind them; default: `estimator_names`.
+
+    Raises:
+        InputError: an unknown option, or a value out of range, naming the key.
+
+    Example:
+        >>> algorithm = {"adv_estimator": "tokencredit_gtpo", "tokencredit": {"alpha2": 0.2}}
+        >>> setting_of(algorithm).rule.alpha2
+        0.2
+        >>> setting_of({"adv_estimator": "grpo"}) is None
+        True
+    """
+    name = lookup(algorithm, "adv_estimator")
+    name = str(getattr(name, "value", name))  # verl's own names are members of an enumeration
+    names = estimator_names() if names is None else names
+    if name not in names:
+        return None
+    return read_section(lookup(algorithm, "tokencredit"), name, names[name])
+
+
+def read_section(section: Any, estimator: str, method: str) -> Setting:
+    """The options under ``algorithm.tokencredit``, for one method."""
+    options = _plain(section)
+    success_from = options.pop("success_from", None)
+    if success_from is not None and not (isinstance(success_from, str) and success_from.strip()):
+        raise InputError(
+            f"{SECTION}.success_from must name a field of the reward function's result, "
+            f"got {success_from!r}"
+        )
+    known = [*(o.name for o in methods()[method].options), "success_from"]
+    for key in options:
+        if key not in known:
+            raise InputError(
+                f"{SECTION}.{key}: {method} has no such option{nearest(str(key), known)}; "
+                f"options: {', '.join(known)}"
+            )
+    try:
+        rule = resolve(method, options)
+    except InputError as error:
+        raise InputError(f"{SECTION}: {error}") from error
+    return Setting(estimator, rule, success_from)
+
+
+def _plain(section: Any) -> dict[str, Any]:
+    if section is None:
+        return {}
+    if not isinstance(section, Mapping):
+        if not hasattr(section, "items"):  # a DictConfig is no Mapping
+            raise InputError(
+                f"{SECTION} must hold options, such as +{SECTION}.alpha2=0.2, got {section!r}"
+            )
+        from omegaconf import OmegaConf
+
+        section = OmegaConf.to_container(section, resolve=True)
+    return dict(section)
+
+
+# -- what a rule needs -------------------------------------------------------------------------
+
+
+def accepted_losses(rule: Rule) -> tuple[str, ...] | None:
+    """Policy losses under which the rule keeps its meaning; None = any of token level."""
+    level = rule.recipe.surrogate.ratio
+    if not rule.recipe.ratio_required or level == "token":
+        return None
+    if level == "sequence_geometric":
+        # For an advantage that is constant along a response the three are one gradient.
+        return (loss_mode(level), "gspo", loss_mode("gspo_token"))
+    return (loss_mode(level),)
+
+
+def _forms_one_ratio(mode: str) -> bool:
+    levels = set(get_args(RatioLevel)) - {"token"}
+    return mode in AVERAGING_LOSSES or mode in map(loss_mode, levels)
+
+
+def needed_overrides(setting: Setting) -> list[str]:
+    """Hydra overrides without which the method would be another one.
+
+    Example:
+        >>> needed_overrides(setting_of({"adv_estimator": "tokencredit_grpo_s"}))[1]
+        'actor_rollout_ref.actor.policy_loss.loss_mode=tokencredit_sequence_arithmetic'
+    """
+    lines = [f"{ESTIMATOR}={setting.estimator}"]
+    losses = accepted_losses(setting.rule)
+    if losses is not None:
+        lines.append(f"{LOSS_MODE}={losses[0]}")
+    return lines
+
+
+def recommended_overrides(setting: Setting) -> list[str]:
+    """Hydra overrides for what the paper trains with besides: aggregation, clip, no KL.
+
+    Example:
+        >>> recommended_overrides(setting_of({"adv_estimator": "tokencredit_gtpo"}))[0]
+        'actor_rollout_ref.actor.loss_agg_mode=token-mean'
+    """
+    recipe = setting.rule.recipe
+    surrogate = recipe.surrogate
+    lines = [
+        f"{ACTOR}.loss_agg_mode={surrogate.aggregation}",
+        f"{ACTOR}.clip_ratio_low={surrogate.clip_low:g}",
+        f"{ACTOR}.clip_ratio_high={surrogate.clip_high:g}",
+        f"{ACTOR}.use_kl_loss={recipe.kl > 0}",
+    ]
+    if surrogate.aggregation == "seq-mean-token-sum-norm":
+        lines.append(f"'{ACTOR}.loss_scale_factor=${{data.max_response_length}}'")
+    if recipe.filter_uniform:
+        lines += ["algorithm.filter_groups.enable=True", "algorithm.filter_groups.metric=reward"]
+    return lines
+
+
+# -- what stands in the way --------------------------------------------------------------------
+
+
+def obstacles(config: Any, setting: Setting) -> list[str]:
+    """What in verl's configuration keeps the method from working, a line each: what, and the cure.
+
+    The trainers refuse to start with any of these; ``check`` prints them.
+
+    Example:
+        >>> config = {"algorithm": {"rollout_correction": {"bypass_mode": True}}}
+        >>> obstacles(config, setting_of({"adv_estimator": "gtpo"}))[0][:50]
+        'algorithm.rollout_correction.bypass_mode=True: gtp'
+    """
+    rule, found = setting.rule, list[str]()
+    if setting.needs_entropy and lookup(config, BYPASS):
+        found.append(
+            f"{BYPASS}=True: {rule.name} needs the entropies of the old-log-probability pass, "
+            f"which this mode leaves out; set {BYPASS}=False"
+        )
+    mode = str(lookup(config, LOSS_MODE, "vanilla"))
+    accepted = accepted_losses(rule)
+    known = [loss_mode(level) for level in get_args(RatioLevel)]
+    if mode.startswith(PREFIX) and mode not in known:
+        found.append(f"{LOSS_MODE}={mode}: no such loss{nearest(mode, known)}")
+    elif accepted is not None and mode not in accepted:
+        found.append(
+            f"{LOSS_MODE}={mode}: {rule.name} forms its ratio over the whole response; "
+            f"set {LOSS_MODE}={accepted[0]}"
+        )
+    elif accepted is None and rule.recipe.ratio_required and _forms_one_ratio(mode):
+        found.append(
+            f"{LOSS_MODE}={mode}: its ratio is formed over the whole response, {rule.name} "
+            f"trains with each token's own; set {LOSS_MODE}=vanilla"
+        )
+    n = lookup(config, "actor_rollout_ref.rollout.n")
+    if n is not None and int(n) < 2:
+        found.append(
+            f"actor_rollout_ref.rollout.n={n}: a group needs several responses to a prompt, or "
+            "every advantage is 0; set it to 8, say"
+        )
+    return found
+
+
+def notes(config: Any, setting: Setting) -> list[str]:
+    """What in verl's configuration is worth knowing, a line each; nothing here stops a run."""
+    rule, found = setting.rule, list[str]()
+    if lookup(config, "algorithm.use_kl_in_reward") and rule.reads_success and rule.needs:
+        found.append(
+            f"algorithm.use_kl_in_reward=True: {rule.name} reads success, not rewards, so this "
+            f"penalty does nothing; {ACTOR}.use_kl_loss=True has an effect"
+        )
+    if rule.recipe.filter_uniform and not lookup(config, "algorithm.filter_groups.enable"):
+        found.append(
+            f"{rule.name}: groups without a mix of successes and failures get advantage 0 but "
+            "stay in the loss's denominator; algorithm.filter_groups.enable=True drops them"
+        )
+    if rule.recipe.mask_truncated:
+        found.append(
+            f"{rule.name}: verl does not say which responses are truncated: none is masked"
+        )
+    if setting.needs_entropy and lookup(config, "actor_rollout_ref.model.use_fused_kernels"):
+        found.append(
+            "actor_rollout_ref.model.use_fused_kernels=True: entropies come from verl's fused "
+            "kernel, by its source; nobody has run this with tokencredit"
+        )
+    if lookup(config, "actor_rollout_ref.rollout.agent.agent_loop_manager_class") or lookup(
+        config, "actor_rollout_ref.rollout.agent.agent_loop_config_path"
+    ):
+        found.append(
+            "an agent loop of your own: one that gives several outputs a session is refused in "
+            "the first step, since each would count as a response of the group"
+        )
+    return found

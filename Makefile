@@ -8,7 +8,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c const
 export HF_HUB_OFFLINE := 1
 export HF_HUB_DISABLE_TELEMETRY := 1
 
-.PHONY: train test check lint types docs wheel lab-policies test-oldest-trl smollm2 viewer clean
+.PHONY: train test check lint types docs wheel lab-policies test-oldest-trl smollm2 verl viewer clean
 
 train: $(VENV)/installed
 	$(BIN)/tokencredit train --lab --credit gtpo
@@ -40,6 +40,23 @@ test-oldest-trl: $(VENV)/developing
 	  -c .venv-oldest-trl/constraints.txt 'trl==1.14.2' -e '.[dev]'
 	.venv-oldest-trl/bin/python -m pytest tests/engines tests/e2e $(PYTEST_ARGS)
 
+# The adapter in verl's real functions, then verl's whole loop on two CPU ranks. In an environment
+# of its own, as verl's versions and TRL's do not agree; verl --no-deps, for it asks for more.
+verl: .venv-verl/installed
+	OMP_NUM_THREADS=1 .venv-verl/bin/python -m pytest -s tests/engines/verl tests/e2e/verl_cpu $(PYTEST_ARGS)
+
+VERL_NEEDS := torch tensordict transformers 'ray[default]' hydra-core omegaconf codetiming dill \
+  accelerate datasets pandas pyarrow peft pylatexenc torchdata tensorboard packaging pybind11 numpy \
+  cachetools nvtx TransferQueue pyzmq msgspec fastapi uvicorn orjson jaxtyping pyyaml hypothesis pytest
+
+.venv-verl/installed: constraints-verl.txt pyproject.toml
+	$(PYTHON) -m venv .venv-verl
+	.venv-verl/bin/python -m pip install --quiet --disable-pip-version-check \
+	  -c constraints-verl.txt $(VERL_NEEDS)
+	.venv-verl/bin/python -m pip install --quiet --disable-pip-version-check \
+	  --no-deps -c constraints-verl.txt verl -e .
+	touch $@
+
 # Rebuilds the policy that ships with the package, from its seed.
 lab-policies: $(VENV)/installed
 	OMP_NUM_THREADS=1 $(BIN)/tokencredit lab build chain-qwen3 -o src/tokencredit/lab/data/chain-qwen3
@@ -67,4 +84,4 @@ $(VENV)/developing: $(VENV)/bin/python pyproject.toml constraints.txt
 	touch $@ $(VENV)/installed
 
 clean:
-	rm -rf $(VENV) .venv-oldest-trl viewer/node_modules build dist site .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .venv-oldest-trl .venv-verl viewer/node_modules build dist site .pytest_cache .ruff_cache .hypothesis

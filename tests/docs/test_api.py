@@ -11,6 +11,7 @@ from documents import DOCS
 PACKAGES = (
     "tokencredit",
     "tokencredit.engines.trl",
+    "tokencredit.engines.verl",
     "tokencredit.records",
     "tokencredit.signals",
     "tokencredit.compare",

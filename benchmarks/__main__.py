@@ -19,6 +19,7 @@ BENCHMARKS = {
     "assign": "assign() against verl's GRPO advantage and one pass over [b, t]",
     "token_statistics": "log-probability and entropy without logits, against TRL, verl and plain",
     "view": "the page of `tokencredit view`, made and opened, against one element a token",
+    "scale": "seconds and bytes that credit adds per step, 10^3 to 10^5 responses, and beyond",
     "trl_step": "a training step of CreditGRPOTrainer against one of TRL's GRPOTrainer",
 }
 

@@ -46,13 +46,31 @@ def test_without_a_name_they_are_listed() -> None:
     done = benchmarks()
     assert done.returncode == 0
     names = [line.split()[0] for line in done.stdout.splitlines()]
-    assert names == ["assign", "token_statistics", "view", "trl_step"]
+    assert names == ["assign", "token_statistics", "view", "scale", "trl_step"]
 
 
 def test_an_unknown_name_is_refused() -> None:
     done = benchmarks("asign")
     assert done.returncode == 2
     assert "asign" in done.stderr and "assign" in done.stderr
+
+
+def test_scale(tmp_path: Path) -> None:
+    found = tables("scale", tmp_path)
+    times = found["Seconds a step, responses of 2 to 8 tokens"]
+    assert [row[0] for row in times] == ["16", "64"]
+    law = {row[0]: row[1:] for row in found["The law, carried on"]}
+    assert set(law) == {"grpo", "gtpo", "grpo_s", "datc"}
+    assert all(row[2] >= row[1] for row in law.values())  # more responses, no less time
+
+
+def test_a_power_law_is_found() -> None:
+    sys.path.insert(0, str(ROOT))
+    from benchmarks.scale import power
+
+    tokens = [10**3, 10**4, 10**6]
+    factor, exponent = power(tokens, [3e-6 * n**0.9 for n in tokens])
+    assert (factor, exponent) == pytest.approx((3e-6, 0.9))
 
 
 def test_view(tmp_path: Path) -> None:

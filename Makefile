@@ -8,7 +8,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c const
 export HF_HUB_OFFLINE := 1
 export HF_HUB_DISABLE_TELEMETRY := 1
 
-.PHONY: train test check lint types docs wheel lab-policies test-oldest-trl smollm2 verl viewer clean
+.PHONY: train test check lint types docs wheel lab-policies test-oldest-trl smollm2 verl verl-versions viewer clean
 
 train: $(VENV)/installed
 	$(BIN)/tokencredit train --lab --credit gtpo
@@ -44,6 +44,16 @@ test-oldest-trl: $(VENV)/developing
 # of its own, as verl's versions and TRL's do not agree; verl --no-deps, for it asks for more.
 verl: .venv-verl/installed
 	OMP_NUM_THREADS=1 .venv-verl/bin/python -m pytest -s tests/engines/verl tests/e2e/verl_cpu $(PYTEST_ARGS)
+
+# The same with the verl before.
+verl-versions:
+	$(PYTHON) -m venv .venv-verl-0.9.0
+	grep -v '^verl==' constraints-verl.txt > .venv-verl-0.9.0/constraints.txt
+	.venv-verl-0.9.0/bin/python -m pip install --quiet --disable-pip-version-check \
+	  -c .venv-verl-0.9.0/constraints.txt $(VERL_NEEDS)
+	.venv-verl-0.9.0/bin/python -m pip install --quiet --disable-pip-version-check \
+	  --no-deps verl==0.9.0 -e .
+	OMP_NUM_THREADS=1 .venv-verl-0.9.0/bin/python -m pytest -s tests/engines/verl tests/e2e/verl_cpu $(PYTEST_ARGS)
 
 VERL_NEEDS := torch tensordict transformers 'ray[default]' hydra-core omegaconf codetiming dill \
   accelerate datasets pandas pyarrow peft pylatexenc torchdata tensorboard packaging pybind11 numpy \
@@ -84,4 +94,4 @@ $(VENV)/developing: $(VENV)/bin/python pyproject.toml constraints.txt
 	touch $@ $(VENV)/installed
 
 clean:
-	rm -rf $(VENV) .venv-oldest-trl .venv-verl viewer/node_modules build dist site .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .venv-oldest-trl .venv-verl .venv-verl-0.9.0 viewer/node_modules build dist site .pytest_cache .ruff_cache .hypothesis

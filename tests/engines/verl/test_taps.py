@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from importlib.metadata import version
+from importlib.util import find_spec
 from types import SimpleNamespace
 from typing import Any
 
@@ -242,6 +244,11 @@ def test_v1_other_estimators_are_left_alone(queue):
 
 # -- the legacy trainer ------------------------------------------------------------------------
 
+needs_flash_attention = pytest.mark.skipif(
+    version("verl") < "0.9.1" and find_spec("flash_attn") is None,
+    reason="before 0.9.1 verl's legacy trainer imports flash_attn, which needs a GPU",
+)
+
 
 def legacy_batch() -> DataProto:
     """Prompts of two tokens on the left, responses on the right."""
@@ -278,6 +285,7 @@ class Workers:
         )
 
 
+@needs_flash_attention
 @pytest.mark.parametrize("section", [{}, {"success_from": "acc"}])
 def test_the_legacy_trainers_entropies_ride_in_the_batch(section):
     configuration = config(**section)
@@ -298,6 +306,7 @@ def test_the_legacy_trainers_entropies_ride_in_the_batch(section):
     assert ENTROPY_KEY not in done.batch and "tokencredit_mask" not in done.batch
 
 
+@needs_flash_attention
 def test_the_legacy_trainer_with_another_estimator_carries_nothing():
     trainer = SimpleNamespace(config=config("grpo"), actor_rollout_wg=Workers())
     old_log_prob, _ = ray_trainer.RayPPOTrainer._compute_old_log_prob(trainer, legacy_batch())

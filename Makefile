@@ -45,7 +45,7 @@ test-oldest-trl: $(VENV)/developing
 verl: .venv-verl/installed
 	OMP_NUM_THREADS=1 .venv-verl/bin/python -m pytest -s tests/engines/verl tests/e2e/verl_cpu $(PYTEST_ARGS)
 
-# The same with the verl before.
+# The adapter in the functions of the verl before, whose loop cannot start without vLLM.
 verl-versions:
 	$(PYTHON) -m venv .venv-verl-0.9.0
 	grep -v '^verl==' constraints-verl.txt > .venv-verl-0.9.0/constraints.txt
@@ -53,7 +53,7 @@ verl-versions:
 	  -c .venv-verl-0.9.0/constraints.txt $(VERL_NEEDS)
 	.venv-verl-0.9.0/bin/python -m pip install --quiet --disable-pip-version-check \
 	  --no-deps verl==0.9.0 -e .
-	OMP_NUM_THREADS=1 .venv-verl-0.9.0/bin/python -m pytest -s tests/engines/verl tests/e2e/verl_cpu $(PYTEST_ARGS)
+	OMP_NUM_THREADS=1 .venv-verl-0.9.0/bin/python -m pytest tests/engines/verl $(PYTEST_ARGS)
 
 VERL_NEEDS := torch tensordict transformers 'ray[default]' hydra-core omegaconf codetiming dill \
   accelerate datasets pandas pyarrow peft pylatexenc torchdata tensorboard packaging pybind11 numpy \

@@ -58,7 +58,7 @@ def opened(browser: Any, tmp_path: Path) -> Iterator[Callable[..., Any]]:
         page.on("dialog", lambda dialog: said.append(f"dialog {dialog.message}"))
         page.on("request", lambda r: r.url == path.as_uri() or said.append(f"fetched {r.url}"))
         page.goto(path.as_uri())
-        page.wait_for_selector(".inspector")
+        page.wait_for_selector(".column")
         return page
 
     yield open_page

@@ -266,8 +266,13 @@ function App({ page }) {
         textRef.current?.focus();
       } else if (event.key === "l") listRef.current?.focus();
       else if (event.key === "t") {
-        focusRef.current = true;
-        redraw((n) => n + 1);
+        const tokens = document.querySelector(".reference .tokens");
+        // At once where they are drawn: the next key may follow before the next drawing.
+        if (tokens) tokens.focus();
+        else {
+          focusRef.current = true;
+          redraw((n) => n + 1);
+        }
       }
     };
     addEventListener("keydown", onKey);

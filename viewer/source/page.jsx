@@ -104,8 +104,7 @@ function Scale({ scale, titles, page }) {
   );
 }
 
-function Inspector({ page, token, groups, lanes }) {
-  const group = token && groups.get(page.rows.group[token.row]);
+function Inspector({ page, token, group, lanes }) {
   if (!token || !group) {
     return <aside class="inspector">Point at a token, or move to it with the arrow keys.</aside>;
   }
@@ -216,7 +215,6 @@ function App({ page }) {
   const [token, setToken] = useState(null);
   const [printing, setPrinting] = useState(false);
   const [, redraw] = useState(0);
-  const groups = useRef(new Map());
   const listRef = useRef(null);
   const textRef = useRef(null);
   const focusRef = useRef(false);
@@ -227,16 +225,12 @@ function App({ page }) {
   const entry = page.load(number);
   useEffect(() => {
     let wanted = true;
-    entry.promise.then((group) => {
-      groups.current = new Map([[number, group]]);
-      if (wanted) redraw((n) => n + 1);
-    });
+    entry.promise.then(() => wanted && redraw((n) => n + 1));
     return () => {
       wanted = false;
     };
   }, [number]);
-  const group = groups.current.get(number) ?? entry.group;
-  if (group) groups.current.set(number, group);
+  const { group } = entry;
   const lanes = useMemo(() => lanesOf(page, group, by, against), [group, by, against]);
 
   const onToken = setToken;
@@ -361,7 +355,7 @@ function App({ page }) {
           <p class="wait">Unpacking ...</p>
         )}
       </main>
-      <Inspector page={page} token={token} groups={groups.current} lanes={lanes} />
+      <Inspector {...{ page, token, group, lanes }} />
     </>
   );
 }

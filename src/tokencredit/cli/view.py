@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -119,4 +118,4 @@ def _target(source: str) -> Path:
     name = path.name
     for ending in (".gz", ".zst", ".jsonl"):
         name = name.removesuffix(ending)
-    return path.with_name(f"{name or os.fspath(path.name)}.html")
+    return path.with_name(f"{name or path.name}.html")

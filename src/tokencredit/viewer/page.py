@@ -12,6 +12,7 @@ import base64
 import hashlib
 import json
 import struct
+import sys
 import zlib
 from array import array
 from collections.abc import Iterable, Mapping, Sequence
@@ -145,10 +146,7 @@ class _Page:
                 column.extend(own)
                 has.setdefault(series, []).append(row)
                 known = _tensor(own)[mask]
-                scale = self._scales.get(series)
-                if scale is None:
-                    scale = self._scales[series] = Scale(series.factor)
-                scale.add(known)
+                self._scales.setdefault(series, Scale(series.factor)).add(known)
                 if series.kind == "advantage" and series.rule is not None:
                     measures[series.rule] = _measures(known, record.credit[series.rule].base)
             self._describe(record, measures)
@@ -277,7 +275,7 @@ def _packed(
 
 
 def _planes(values: array[Any]) -> bytes:
-    if struct.pack("=I", 1) != struct.pack("<I", 1):
+    if sys.byteorder == "big":
         values = array(values.typecode, values)
         values.byteswap()
     data = values.tobytes()

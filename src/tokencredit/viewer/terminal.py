@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import IO, TYPE_CHECKING, Any, NoReturn
 
 import torch
@@ -162,8 +162,8 @@ def _lanes(records: Sequence[Record], by: str | None, against: str | None) -> li
     for record in records:
         mask = torch.tensor(record.mask, dtype=torch.bool)
         difference.scale.add(torch.tensor(floats(difference.values(record)))[mask])
-    own = _Lane(difference.title, first, second, difference.scale, difference.scale.range)
-    return [lane(first, extent), lane(second, extent), own]
+    difference = replace(difference, extent=difference.scale.range)
+    return [lane(first, extent), lane(second, extent), difference]
 
 
 class _Paint:

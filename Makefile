@@ -8,7 +8,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c const
 export HF_HUB_OFFLINE := 1
 export HF_HUB_DISABLE_TELEMETRY := 1
 
-.PHONY: train test check lint types docs wheel lab-policies test-oldest-trl smollm2 verl verl-versions viewer clean
+.PHONY: train test check lint types docs wheel lab-policies test-oldest-trl smollm2 verl verl-versions slime skyrl viewer clean
 
 train: $(VENV)/installed
 	$(BIN)/tokencredit train --lab --credit gtpo
@@ -67,6 +67,22 @@ VERL_NEEDS := torch tensordict transformers 'ray[default]' hydra-core omegaconf 
 	  --no-deps -c constraints-verl.txt verl -e .
 	touch $@
 
+# The function for slime, over Megatron's own groups and with the functions of miles, a fork of
+# slime: slime itself is not on PyPI.
+slime: .venv-slime/installed
+	OMP_NUM_THREADS=1 .venv-slime/bin/python -m pytest tests/engines/slime $(PYTEST_ARGS)
+
+# The adapter in SkyRL's own classes, and steps of training by its own methods.
+skyrl: .venv-skyrl/installed
+	OMP_NUM_THREADS=1 .venv-skyrl/bin/python -m pytest -s tests/engines/skyrl $(PYTEST_ARGS)
+
+# Both --no-deps: they ask for CUDA builds of much that no CPU needs.
+.venv-%/installed: constraints-%.txt pyproject.toml
+	$(PYTHON) -m venv .venv-$*
+	.venv-$*/bin/python -m pip install --quiet --disable-pip-version-check \
+	  --no-deps -r constraints-$*.txt -e .
+	touch $@
+
 # Rebuilds the policy that ships with the package, from its seed.
 lab-policies: $(VENV)/installed
 	OMP_NUM_THREADS=1 $(BIN)/tokencredit lab build chain-qwen3 -o src/tokencredit/lab/data/chain-qwen3
@@ -94,4 +110,4 @@ $(VENV)/developing: $(VENV)/bin/python pyproject.toml constraints.txt
 	touch $@ $(VENV)/installed
 
 clean:
-	rm -rf $(VENV) .venv-oldest-trl .venv-verl .venv-verl-0.9.0 viewer/node_modules build dist site .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .venv-oldest-trl .venv-verl .venv-verl-0.9.0 .venv-slime .venv-skyrl viewer/node_modules build dist site .pytest_cache .ruff_cache .hypothesis

@@ -12,6 +12,8 @@ PACKAGES = (
     "tokencredit",
     "tokencredit.engines.trl",
     "tokencredit.engines.verl",
+    "tokencredit.engines.slime",
+    "tokencredit.engines.skyrl",
     "tokencredit.records",
     "tokencredit.signals",
     "tokencredit.compare",

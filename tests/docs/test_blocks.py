@@ -190,7 +190,8 @@ def check_yaml(text: str) -> None:
 
 
 def test_yaml_keys_exist() -> None:
-    found = [text for path in DOCUMENTS for text in blocks(_text(path), "yaml")]
+    ours = [path for path in DOCUMENTS if path.name != "slime.md"]  # its file is slime's
+    found = [text for path in ours for text in blocks(_text(path), "yaml")]
     assert len(found) > 5
     for text in found:
         check_yaml(text)

@@ -19,11 +19,11 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NoReturn
 
+from tokencredit.engines.options import PREFIX
 from tokencredit.engines.verl.estimators import register_estimators
 from tokencredit.engines.verl.settings import (
     ESTIMATOR,
     LOSS_MODE,
-    PREFIX,
     SECTION,
     lookup,
     needed_overrides,

@@ -8,18 +8,23 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, get_args
+from typing import Any
 
-from tokencredit.errors import InputError, nearest
-from tokencredit.losses import RatioLevel
-from tokencredit.methods.registry import methods, resolve
+from tokencredit.engines.options import (
+    accepted_losses,
+    loss_obstacle,
+    methods_fed_by,
+    names_of,
+    plain_options,
+    rule_of,
+)
+from tokencredit.errors import InputError
 from tokencredit.methods.rule import Rule
 
 __all__ = [
     "Setting",
     "estimator_names",
     "lookup",
-    "loss_mode",
     "needed_overrides",
     "notes",
     "obstacles",
@@ -27,9 +32,6 @@ __all__ = [
     "setting_of",
     "usable_methods",
 ]
-
-PREFIX = "tokencredit_"
-"""Of every name that is registered with verl."""
 
 SECTION = "algorithm.tokencredit"
 ESTIMATOR = "algorithm.adv_estimator"
@@ -77,7 +79,7 @@ def usable_methods() -> tuple[str, ...]:
         >>> "gtpo" in usable_methods(), "datc" in usable_methods()
         (True, False)
     """
-    return tuple(name for name, one in methods().items() if set(one.needs) <= VERL_HANDS_OVER)
+    return methods_fed_by(VERL_HANDS_OVER)
 
 
 def estimator_names(taken: Mapping[str, Any] | tuple[str, ...] = ("grpo",)) -> dict[str, str]:
@@ -91,18 +93,7 @@ def estimator_names(taken: Mapping[str, Any] | tuple[str, ...] = ("grpo",)) -> d
         >>> names["tokencredit_grpo"], names["gtpo"], "grpo" in names
         ('grpo', 'gtpo', False)
     """
-    names = {PREFIX + method: method for method in usable_methods()}
-    return names | {method: method for method in usable_methods() if method not in taken}
-
-
-def loss_mode(level: RatioLevel) -> str:
-    """The policy loss with this ratio level, as `actor.policy_loss.loss_mode` names it.
-
-    Example:
-        >>> loss_mode("sequence_arithmetic")
-        'tokencredit_sequence_arithmetic'
-    """
-    return PREFIX + level
+    return names_of(usable_methods(), taken)
 
 
 def lookup(config: Any, path: str, default: Any = None) -> Any:
@@ -149,58 +140,18 @@ def setting_of(algorithm: Any, names: Mapping[str, str] | None = None) -> Settin
 
 def read_section(section: Any, estimator: str, method: str) -> Setting:
     """The options under ``algorithm.tokencredit``, for one method."""
-    options = _plain(section)
+    options = plain_options(section, SECTION)
     success_from = options.pop("success_from", None)
     if success_from is not None and not (isinstance(success_from, str) and success_from.strip()):
         raise InputError(
             f"{SECTION}.success_from must name a field of the reward function's result, "
             f"got {success_from!r}"
         )
-    known = [*(o.name for o in methods()[method].options), "success_from"]
-    for key in options:
-        if key not in known:
-            raise InputError(
-                f"{SECTION}.{key}: {method} has no such option{nearest(str(key), known)}; "
-                f"options: {', '.join(known)}"
-            )
-    try:
-        rule = resolve(method, options)
-    except InputError as error:
-        raise InputError(f"{SECTION}: {error}") from error
+    rule = rule_of(method, options, SECTION, others=["success_from"])
     return Setting(estimator, rule, success_from)
 
 
-def _plain(section: Any) -> dict[str, Any]:
-    if section is None:
-        return {}
-    if not isinstance(section, Mapping):
-        if not hasattr(section, "items"):  # a DictConfig is no Mapping
-            raise InputError(
-                f"{SECTION} must hold options, such as +{SECTION}.alpha2=0.2, got {section!r}"
-            )
-        from omegaconf import OmegaConf
-
-        section = OmegaConf.to_container(section, resolve=True)
-    return dict(section)
-
-
 # -- what a rule needs -------------------------------------------------------------------------
-
-
-def accepted_losses(rule: Rule) -> tuple[str, ...] | None:
-    """Policy losses under which the rule keeps its meaning; None = any of token level."""
-    level = rule.recipe.surrogate.ratio
-    if not rule.recipe.ratio_required or level == "token":
-        return None
-    if level == "sequence_geometric":
-        # For an advantage that is constant along a response the three are one gradient.
-        return (loss_mode(level), "gspo", loss_mode("gspo_token"))
-    return (loss_mode(level),)
-
-
-def _forms_one_ratio(mode: str) -> bool:
-    levels = set(get_args(RatioLevel)) - {"token"}
-    return mode in AVERAGING_LOSSES or mode in map(loss_mode, levels)
 
 
 def needed_overrides(setting: Setting) -> list[str]:
@@ -259,20 +210,9 @@ def obstacles(config: Any, setting: Setting) -> list[str]:
             f"which this mode leaves out; set {BYPASS}=False"
         )
     mode = str(lookup(config, LOSS_MODE, "vanilla"))
-    accepted = accepted_losses(rule)
-    known = [loss_mode(level) for level in get_args(RatioLevel)]
-    if mode.startswith(PREFIX) and mode not in known:
-        found.append(f"{LOSS_MODE}={mode}: no such loss{nearest(mode, known)}")
-    elif accepted is not None and mode not in accepted:
-        found.append(
-            f"{LOSS_MODE}={mode}: {rule.name} forms its ratio over the whole response; "
-            f"set {LOSS_MODE}={accepted[0]}"
-        )
-    elif accepted is None and rule.recipe.ratio_required and _forms_one_ratio(mode):
-        found.append(
-            f"{LOSS_MODE}={mode}: its ratio is formed over the whole response, {rule.name} "
-            f"trains with each token's own; set {LOSS_MODE}=vanilla"
-        )
+    other = loss_obstacle(rule, mode, LOSS_MODE, averaging=AVERAGING_LOSSES, plain="vanilla")
+    if other is not None:
+        found.append(other)
     n = lookup(config, "actor_rollout_ref.rollout.n")
     if n is not None and int(n) < 2:
         found.append(

@@ -13,7 +13,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from tokencredit.engines.verl.settings import loss_mode
+from tokencredit.engines.options import loss_mode
 from tokencredit.errors import InputError
 from tokencredit.losses import LOG_RATIO_LIMIT, RatioLevel, importance_ratio
 

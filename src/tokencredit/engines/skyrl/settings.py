@@ -1,0 +1,190 @@
+"""What a SkyRL configuration says about credit, what a rule needs of it, what stands in the way.
+
+Pure functions of the configuration, SkyRL's dataclasses or anything with the same attributes.
+Nothing here imports SkyRL.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from tokencredit.engines.options import (
+    accepted_losses,
+    loss_obstacle,
+    methods_fed_by,
+    names_of,
+    plain_options,
+    rule_of,
+)
+from tokencredit.methods.rule import Rule
+
+__all__ = [
+    "Setting",
+    "estimator_names",
+    "needed_overrides",
+    "obstacles",
+    "recommended_overrides",
+    "setting_of",
+]
+
+ALGORITHM = "trainer.algorithm"
+SECTION = f"{ALGORITHM}.tokencredit"
+ESTIMATOR = f"{ALGORITHM}.advantage_estimator"
+LOSS = f"{ALGORITHM}.policy_loss_type"
+
+SKYRL_HANDS_OVER = frozenset({"entropy"})
+"""Token signals that can be had from SkyRL, the entropies by a worker of ours."""
+
+AVERAGING_LOSSES = ("gspo",)
+"""SkyRL's own policy losses whose ratio is formed over the whole response."""
+LOSSES_WITHOUT_THE_PASS = ("rollout_is", "dppo")
+"""Those for which it may leave out the pass that forms old log-probabilities and entropies."""
+SKYRL_NAMES = ("gae", "grpo", "rloo", "reinforce++", "maxrl")
+
+REDUCTIONS = {
+    "token-mean": "token_mean",
+    "seq-mean-token-mean": "sequence_mean",
+    "seq-mean-token-sum-norm": "seq_mean_token_sum_norm",
+}
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What a configuration asks of tokencredit.
+
+    Attributes:
+        estimator: the name that the configuration uses, for messages.
+        rule: the credit rule with its options.
+    """
+
+    estimator: str
+    rule: Rule
+
+    @property
+    def needs_entropy(self) -> bool:
+        """Whether the rule reads token entropies."""
+        return "entropy" in self.rule.needs
+
+
+def estimator_names(taken: tuple[str, ...] = SKYRL_NAMES) -> dict[str, str]:
+    """Every estimator name and the method behind it.
+
+    Args:
+        taken: names that SkyRL has itself; those stay SkyRL's.
+
+    Example:
+        >>> names = estimator_names()
+        >>> names["tokencredit_grpo"], names["gtpo"], "grpo" in names
+        ('grpo', 'gtpo', False)
+    """
+    return names_of(methods_fed_by(SKYRL_HANDS_OVER), taken)
+
+
+def setting_of(algorithm: Any, names: Mapping[str, str] | None = None) -> Setting | None:
+    """What ``trainer.algorithm`` asks of tokencredit, or None where the estimator is not ours.
+
+    Args:
+        algorithm: SkyRL's ``cfg.trainer.algorithm``: ``advantage_estimator``, and in
+            ``tokencredit`` the rule's options.
+        names: estimator names and the methods behind them; default: `estimator_names`.
+
+    Raises:
+        InputError: an unknown option, or a value out of range, naming the key.
+
+    Example:
+        >>> from types import SimpleNamespace
+        >>> algorithm = SimpleNamespace(
+        ...     advantage_estimator="tokencredit_gtpo", tokencredit={"alpha2": 0.2}
+        ... )
+        >>> setting_of(algorithm).rule.alpha2
+        0.2
+    """
+    name = str(algorithm.advantage_estimator)
+    names = estimator_names() if names is None else names
+    if name not in names:
+        return None
+    options = plain_options(getattr(algorithm, "tokencredit", None), SECTION)
+    return Setting(name, rule_of(names[name], options, SECTION))
+
+
+def needed_overrides(setting: Setting) -> list[str]:
+    """Overrides without which the method would be another one.
+
+    Example:
+        >>> from types import SimpleNamespace
+        >>> needed_overrides(setting_of(SimpleNamespace(advantage_estimator="grpo_s")))[1]
+        'trainer.algorithm.policy_loss_type=tokencredit_sequence_arithmetic'
+    """
+    lines = [f"{ESTIMATOR}={setting.estimator}"]
+    losses = accepted_losses(setting.rule)
+    if losses is not None:
+        lines.append(f"{LOSS}={losses[0]}")
+    return lines
+
+
+def recommended_overrides(setting: Setting) -> list[str]:
+    """Overrides for what the paper trains with besides: reduction, clip, no KL.
+
+    Example:
+        >>> from types import SimpleNamespace
+        >>> recommended_overrides(setting_of(SimpleNamespace(advantage_estimator="gtpo")))[0]
+        'trainer.algorithm.loss_reduction=token_mean'
+    """
+    recipe = setting.rule.recipe
+    surrogate = recipe.surrogate
+    lines = [
+        f"{ALGORITHM}.loss_reduction={REDUCTIONS[surrogate.aggregation]}",
+        f"{ALGORITHM}.eps_clip_low={surrogate.clip_low:g}",
+        f"{ALGORITHM}.eps_clip_high={surrogate.clip_high:g}",
+        f"{ALGORITHM}.use_kl_loss={str(recipe.kl > 0).lower()}",
+    ]
+    if recipe.mask_truncated:
+        lines.append("generator.apply_overlong_filtering=true")
+    if recipe.filter_uniform:
+        lines.append(f"{ALGORITHM}.dynamic_sampling.type=filter")
+    return lines
+
+
+def obstacles(cfg: Any, setting: Setting) -> list[str]:
+    """What in SkyRL's configuration keeps the method from working, a line each: what, the cure.
+
+    Args:
+        cfg: SkyRL's whole configuration.
+        setting: what it asks of tokencredit.
+    """
+    rule, algorithm, found = setting.rule, cfg.trainer.algorithm, list[str]()
+    loss = str(algorithm.policy_loss_type)
+    other = loss_obstacle(rule, loss, LOSS, averaging=AVERAGING_LOSSES, plain="regular")
+    if other is not None:
+        found.append(other)
+    if setting.needs_entropy:
+        if loss in LOSSES_WITHOUT_THE_PASS:
+            found.append(
+                f"{LOSS}={loss}: {rule.name} needs the entropies of the pass that forms old "
+                f"log-probabilities, which SkyRL leaves out with this loss; set {LOSS}=regular"
+            )
+        if cfg.trainer.strategy != "fsdp":
+            found.append(
+                f"trainer.strategy={cfg.trainer.strategy}: {rule.name} needs entropies, which can "
+                "be had from SkyRL's FSDP worker only; set trainer.strategy=fsdp"
+            )
+    if cfg.generator.step_wise_trajectories:
+        found.append(
+            "generator.step_wise_trajectories=true: SkyRL passes the last step of a trajectory "
+            f"alone and gives its advantage to all, so {rule.name} has no tokens to tell apart; "
+            "set it to false, or use SkyRL's own grpo"
+        )
+    if algorithm.advantage_batch_normalize:
+        found.append(
+            f"{ALGORITHM}.advantage_batch_normalize=true: shifts every token's advantage by the "
+            "batch's mean; set it to false"
+        )
+    n = cfg.generator.n_samples_per_prompt
+    if n < 2:
+        found.append(
+            f"generator.n_samples_per_prompt={n}: a group needs several responses to a prompt, or "
+            "every advantage is 0; set it to 8, say"
+        )
+    return found

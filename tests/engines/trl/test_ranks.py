@@ -102,3 +102,12 @@ def test_evaluation_is_gathered_too(two):
     """Four groups of four over two batches of eight: eight rows an event, from both ranks."""
     train, *evaluations = two["evaluation"]["events"]
     assert [e["mask"].shape[0] for e in (train, *evaluations)] == [ROWS, 8, 8]
+
+
+def test_a_run_in_two_halves_sees_the_prompts_of_a_whole_one(one, two):
+    """Resumed inside the second epoch, where its order is not the first one's."""
+    for out in (one, two):
+        whole, halves = out["resumed"]["whole"], out["resumed"]["halves"]
+        assert len(whole) == 6 and halves == whole
+        assert whole[0:2] != whole[2:4]
+    assert one["resumed"] == two["resumed"]

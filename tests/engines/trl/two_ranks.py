@@ -5,6 +5,7 @@ Also run on one rank, for the same file.
 
 import os
 import sys
+from pathlib import Path
 
 os.environ |= {
     "HF_HUB_OFFLINE": "1",
@@ -126,6 +127,27 @@ def main(path):
         num_generations_eval=4,
         per_device_eval_batch_size=8 // world,
     )
+
+    # In two halves, which meet inside the second epoch.
+    def steps(folder, until, checkpoint=None):
+        options = {"save_steps": 3, "save_strategy": "steps", "max_steps": 6}
+        made = Run(
+            gtpo,
+            more={},
+            folder=folder,
+            per_device_train_batch_size=4,
+            gradient_accumulation_steps=6 // world,
+            **options,
+        )
+        made.trainer.args.max_steps = until
+        made.trainer.train(resume_from_checkpoint=checkpoint)
+        return [event.prompts for event in made.events]
+
+    folder = Path(path).parent
+    whole_run = steps(folder / "whole", 6)
+    halves = steps(folder / "halves", 3)
+    halves += steps(folder / "halves", 6, str(folder / "halves" / "checkpoint-3"))
+    out["resumed"] = {"whole": whole_run, "halves": halves}
 
     # The first-step check comes to one answer on all ranks, and so ends all of them.
     from trl import GRPOTrainer

@@ -12,7 +12,6 @@ import copy
 import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -20,6 +19,7 @@ from accelerate.utils import gather_object
 from torch import Tensor, nn
 
 from tokencredit.credit import Credit, assign
+from tokencredit.engines.trl.epochs import OrderOfEpochs
 from tokencredit.engines.trl.event import CreditEvent
 from tokencredit.engines.trl.guards import apply_requirements, check_trainer, check_versions
 from tokencredit.engines.trl.work import (
@@ -147,6 +147,8 @@ class TokenCreditMixin(_Base):
         if self.credit_rule is None:
             return
         self._check_signals(self.credit_rule, reward_model)
+        self._epochs = OrderOfEpochs()
+        self.add_callback(self._epochs)
         # On a copy: the user may give the same configuration to another trainer.
         required = copy.copy(self.args)
         lines = apply_requirements(required, self.credit_rule)
@@ -222,14 +224,10 @@ class TokenCreditMixin(_Base):
     # -- data -------------------------------------------------------------------------------
 
     def _get_train_sampler(self, dataset: Any = None) -> Any:
-        """TRL's sampler, able to start at a later epoch.
-
-        TRL draws each epoch's order from one generator that a resumed run starts anew, so past
-        the first epoch it would see other prompts than an undisturbed run.
-        """
+        """TRL's sampler, able to start at a later epoch."""
         sampler = super()._get_train_sampler(dataset)
-        if self.credit_rule is not None and getattr(sampler, "generator", None) is not None:
-            sampler.set_epoch = partial(_draw_orders_before, sampler)
+        if self.credit_rule is not None:
+            self._epochs.attach(sampler)
         return sampler
 
     # -- forming credit ---------------------------------------------------------------------
@@ -639,10 +637,3 @@ class TokenCreditMixin(_Base):
         )
         for listener in self.on_credit:
             listener(event)
-
-
-def _draw_orders_before(sampler: Any, epoch: int) -> None:
-    """Bring the generator of a `trl.RepeatSampler` to where it stands before an epoch."""
-    sampler.generator.manual_seed(sampler.seed)
-    for _ in range(epoch):
-        torch.randperm(sampler.num_samples, generator=sampler.generator)

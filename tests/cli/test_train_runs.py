@@ -40,6 +40,20 @@ def test_flags_override_the_yaml_and_texts_become_numbers(place: Place):
     assert (config["learning_rate"], config["epsilon"]) == (1e-4, 0.2)
 
 
+def test_dynamic_sampling_is_a_flag_and_is_written_down(place: Place):
+    outcome = place.train("--credit", "dapo", "--dynamic_sampling", "2")
+    assert outcome.code == 0, outcome.err
+    assert config_of(place)["dynamic_sampling"] == 2
+    logged = [line for line in json_lines(place.path / "out/metrics.jsonl") if "loss" in line]
+    assert logged and all(0 <= line["credit/sampling_rounds"] <= 2 for line in logged)
+    for argv, words in (
+        (("--credit", "dapo", "--dynamic_sampling", "-1"), "at least 0"),
+        (("--dynamic_sampling", "2"), "needs a credit rule"),
+    ):
+        outcome = place.train(*argv, output_dir="other")
+        assert outcome.code == 2 and words in outcome.err, outcome.err
+
+
 @pytest.mark.parametrize(
     ("changes", "argv"),
     [

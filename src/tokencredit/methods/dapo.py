@@ -34,7 +34,7 @@ class DAPO(Rule):
     Source: arXiv 2503.14476, Eqs. 8-11. The filter reads ``Rollouts.success``, never the reward:
     a length penalty makes rewards differ inside a group that is all right. Dropped responses are
     out of ``Credit.in_loss``, so they leave the loss's denominator as well. Where we differ:
-    the paper refills the batch with fresh prompts; here dropped groups are not replaced.
+    the paper refills the batch with fresh prompts; that is the trainer's (`dynamic_sampling`).
 
     Truncated responses stay in the statistics and leave the loss when ``Rollouts.keep`` is False
     for them (overlong filtering).

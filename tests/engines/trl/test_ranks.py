@@ -20,8 +20,8 @@ from trl_harness import (
 pytestmark = pytest.mark.slow
 HERE = Path(__file__).parent
 OTHERS = (
-    "unequal", "tools", "unscored", "truncated", "iterations", "dapo", "listener", "rewards",
-    "evaluation",
+    "unequal", "tools", "unscored", "truncated", "iterations", "dapo", "refilled", "listener",
+    "rewards", "evaluation",
 )  # fmt: skip
 
 
@@ -111,3 +111,10 @@ def test_a_run_in_two_halves_sees_the_prompts_of_a_whole_one(one, two):
         assert len(whole) == 6 and halves == whole
         assert whole[0:2] != whole[2:4]
     assert one["resumed"] == two["resumed"]
+
+
+def test_groups_give_their_place_across_ranks(two):
+    """Three groups on two ranks: the second lies on both."""
+    assert any(line.get("credit/sampling_rounds", 0) > 0 for line in two["refilled"]["log"])
+    for event in two["refilled"]["events"]:
+        assert not {"3 + 4 =", "5 ="} & set(event["prompts"])

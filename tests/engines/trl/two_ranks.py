@@ -26,6 +26,14 @@ def some_unscored(completion_ids, **_):
     return [None if len(ids) % 5 == 4 else float(sum(ids) % 2) for ids in completion_ids]
 
 
+def easy_and_hard(prompts, completion_ids, **_):
+    """Two prompts in which there is nothing to compare."""
+    known = {"3 + 4 =": 1.0, "5 =": 0.0}
+    return [
+        known.get(p, float(sum(ids) % 2)) for p, ids in zip(prompts, completion_ids, strict=True)
+    ]
+
+
 def punished(completion_ids, **_):
     return [-0.1 * len(ids) for ids in completion_ids]
 
@@ -107,6 +115,14 @@ def main(path):
     )
     dapo, fields = recommended("dapo")
     run("dapo", dapo, fields)
+    run(
+        "refilled",
+        dapo,
+        fields,
+        reward_funcs=easy_and_hard,
+        max_steps=2,
+        more={"dynamic_sampling": 8},
+    )
     grpo_s, fields = recommended("grpo_s", beta2=1.0)
     run("listener", grpo_s, fields, max_steps=2)
     run(

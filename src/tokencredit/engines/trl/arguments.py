@@ -42,6 +42,7 @@ OWN_FIELDS = (
     "entropy_source",
     "reward_model",
     "path_points",
+    "dynamic_sampling",
     "record_every",
     "eval_prompts",
     "resume",
@@ -90,6 +91,7 @@ class TrainArguments:
         entropy_source: auto, old_logprobs or forward.
         reward_model: what DATC differentiates, or None.
         path_points: points that the reward gradient is averaged at.
+        dynamic_sampling: further rounds of sampling for groups that teach nothing; 0 = none.
         record_every: rollouts are recorded every so many steps; 0 = never.
         eval_prompts: held-out prompts for the lab's accuracy before and after.
         resume: go on from the last checkpoint.
@@ -108,6 +110,7 @@ class TrainArguments:
     entropy_source: Any
     reward_model: str | None
     path_points: int
+    dynamic_sampling: int
     record_every: int
     eval_prompts: int
     resume: bool
@@ -181,6 +184,14 @@ def make_parser() -> Any:
         metavar="N",
         help="for DATC: average the reward gradient at N points between each token and the "
         "policy's mean embedding (default 1: at the token)",
+    )
+    add(
+        "--dynamic_sampling",
+        type=int,
+        default=0,
+        metavar="N",
+        help="replace groups in which there is nothing to compare (all right, all wrong) by up to "
+        "N further rounds of sampling, as DAPO does (default 0: they stay)",
     )
     add(
         "--record_every",
@@ -284,7 +295,12 @@ def parse_train_arguments(
         rule = None
     else:
         rule = resolve(own.credit, options)
-    for name, lowest in (("record_every", 0), ("eval_prompts", 1), ("path_points", 1)):
+    for name, lowest in (
+        ("record_every", 0),
+        ("eval_prompts", 1),
+        ("path_points", 1),
+        ("dynamic_sampling", 0),
+    ):
         if getattr(own, name) < lowest:
             raise InputError(f"train: {name} must be at least {lowest}, got {getattr(own, name)}")
     explicit: dict[str, Any] = {}
@@ -311,6 +327,7 @@ def parse_train_arguments(
         entropy_source=own.entropy_source,
         reward_model=own.reward_model,
         path_points=own.path_points,
+        dynamic_sampling=own.dynamic_sampling,
         record_every=own.record_every,
         eval_prompts=own.eval_prompts,
         resume=own.resume,

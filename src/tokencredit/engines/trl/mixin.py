@@ -19,6 +19,7 @@ from accelerate.utils import gather_object
 from torch import Tensor, nn
 
 from tokencredit.credit import Credit, assign
+from tokencredit.engines.trl.dynamic_sampling import DynamicSampling, Sampled
 from tokencredit.engines.trl.epochs import OrderOfEpochs
 from tokencredit.engines.trl.event import CreditEvent
 from tokencredit.engines.trl.guards import apply_requirements, check_trainer, check_versions
@@ -79,6 +80,9 @@ class TokenCreditMixin(_Base):
         signals: further token signals by name, for rules that need them: called like a reward
             function, each returns one list of numbers a response, one number a token, None where it
             is unknown. The trainer itself fills in ``entropy`` and ``logprob``.
+        dynamic_sampling: how many further rounds of sampling may replace groups in which there is
+            nothing to compare (DAPO): no mix of right and wrong where the rule reads success, else
+            equal rewards. 0 = such groups stay. See `DynamicSampling`.
         on_credit: called with a `CreditEvent` after each assignment, on the main process.
         reward_model: for DATC: the frozen reward model that is differentiated. A transformers
             sequence classifier, its folder or name, a `RewardModel` (with options of its own), a
@@ -107,6 +111,7 @@ class TokenCreditMixin(_Base):
         success_from: str | None = None,
         entropy_source: EntropySource = "auto",
         signals: Mapping[str, Callable[..., Sequence[Sequence[float | None]]]] | None = None,
+        dynamic_sampling: int = 0,
         on_credit: Sequence[Callable[[CreditEvent], None]] = (),
         reward_model: Any = None,
         reward_tokenizer: Any = None,
@@ -135,6 +140,8 @@ class TokenCreditMixin(_Base):
         self._loss_checked = False
         self._source_logged: str | None = None
         self._generated_prompts: Any = None
+        self._inputs: list[Any] | None = None
+        self._sampled_rewards: Tensor | None = None
         self._work: WorkSignals | None = None
         self._marks: TokenMarks | None = None
         super().__init__(*args, **kwargs)
@@ -145,6 +152,8 @@ class TokenCreditMixin(_Base):
                 "plain GRPO" if self.credit_rule is None else self.credit_rule.name,
             )
         if self.credit_rule is None:
+            if dynamic_sampling:
+                raise InputError("dynamic_sampling: needs a credit rule, such as credit='dapo'")
             return
         self._check_signals(self.credit_rule, reward_model)
         self._epochs = OrderOfEpochs()
@@ -159,6 +168,7 @@ class TokenCreditMixin(_Base):
                 logger.warning("tokencredit: %s", line)
         self.importance_sampling_level = self.args.importance_sampling_level
         self._success_column = self._find_success(success_from)
+        self._dynamic_sampling = self._make_dynamic_sampling(dynamic_sampling)
         # What the user's own functions give is not formed.
         asked = {*self.credit_rule.needs, *self.credit_rule.reads} - set(self._signal_funcs)
         if asked & set(MARKS) or needs_work(self.credit_rule, self._signal_funcs):
@@ -235,7 +245,9 @@ class TokenCreditMixin(_Base):
     def _calculate_rewards(
         self, inputs: Any, prompts: Any, completions: Any, completion_ids_list: Any
     ) -> Tensor:
-        rewards = self._rewards_with_work(inputs, prompts, completions, completion_ids_list)
+        rewards, self._sampled_rewards = self._sampled_rewards, None
+        if rewards is None:
+            rewards = self._rewards_with_work(inputs, prompts, completions, completion_ids_list)
         if self.credit_rule is not None:
             if bool(rewards.isnan().all()):
                 raise InputError(
@@ -253,6 +265,8 @@ class TokenCreditMixin(_Base):
 
     def _generate(self, prompts: Any) -> Any:
         generated = super()._generate(prompts)
+        if self._inputs is not None:
+            generated = self._resample(self._inputs, prompts, generated)
         self._generated_prompts = generated[0]
         return generated
 
@@ -288,16 +302,92 @@ class TokenCreditMixin(_Base):
         mask_truncated = self.mask_truncated_completions
         self.mask_truncated_completions = False
         self._capturing, self._policy_pass = True, None
+        rounds = self._dynamic_sampling.rounds if self.model.training else 0
+        self._inputs = inputs if rounds else None
         try:
             output = super()._generate_and_score_completions(inputs)
         finally:
             self.mask_truncated_completions = mask_truncated
-            self._capturing = False
+            self._capturing, self._inputs, self._sampled_rewards = False, None, None
         if "old_per_token_logps" not in output:
             self._policy_pass = None  # what was seen was the reference model's pass
         scored, self._scored = self._scored, None
         assert scored is not None
         return self._add_credit(output, scored, mask_truncated)
+
+    # -- dynamic sampling -------------------------------------------------------------------
+
+    def _make_dynamic_sampling(self, rounds: int) -> DynamicSampling:
+        made = DynamicSampling(rounds, self.train_dataset, self.args.seed, self.num_generations)
+        for name in ("tools", "environment_factories"):
+            if made.rounds and getattr(self, name, None):
+                raise InputError(
+                    f"dynamic_sampling: not with {name.removesuffix('_factories')}, whose state "
+                    "belongs to a row; leave it at 0"
+                )
+        return made
+
+    def _resample(self, inputs: list[Any], prompts: list[Any], generated: tuple[Any, ...]) -> Any:
+        """Replace groups that teach nothing, in what was generated and what TRL holds of it."""
+        generate = super()._generate
+
+        def sample(rows: list[Any]) -> Sampled:
+            texts = [row["prompt"] for row in rows]
+            return self._sampled(rows, texts, generate(texts))
+
+        generated = tuple(list(x) if isinstance(x, tuple) else x for x in generated)
+        first = self._sampled(inputs, prompts, generated)
+        done = self._dynamic_sampling.fill(
+            first,
+            sample,
+            self._useful,
+            step=self.state.global_step,
+            rank=self.accelerator.process_index,
+            ranks=self.accelerator.num_processes,
+        )
+        self._metrics["train"]["credit/sampling_rounds"].append(done)
+        if self._work is None:  # else functions are asked once more, with the work signals
+            self._sampled_rewards = first.rewards
+            for name, values in first.columns.items():
+                if name.startswith("extra_log:"):
+                    self._pending_extra_logs[name.removeprefix("extra_log:")] = values
+        return generated
+
+    def _sampled(self, inputs: list[Any], prompts: list[Any], generated: Any) -> Sampled:
+        """What TRL generated, its lists by name, with the rewards that its functions give."""
+        ids, completion_ids, tool_mask, completions, logps, fields, images, _ = generated
+        if tool_mask is not None or images is not None:
+            raise InputError(
+                "dynamic_sampling: not with images or the masks of tools; leave it at 0"
+            )
+        by_row = {key: v for key, v in fields.items() if isinstance(v, list)}
+        columns = {
+            "prompts": prompts, "ids": ids, "completion_ids": completion_ids,
+            "completions": completions,
+        } | ({} if logps is None else {"logps": logps})  # fmt: skip
+        columns |= {f"field:{key}": values for key, values in by_row.items()}
+        for i, row in enumerate(inputs):
+            row.update({key: values[i] for key, values in by_row.items()})
+        rewards = super()._calculate_rewards(inputs, prompts, completions, completion_ids)
+        logged = {key: list(v) for key, v in self._pending_extra_logs.items()}
+        self._pending_extra_logs.clear()
+        columns |= {f"extra_log:{key}": v for key, v in logged.items() if len(v) == len(inputs)}
+        return Sampled(inputs, columns, rewards)
+
+    def _useful(self, rewards: Tensor) -> Tensor:
+        """Which groups have something to compare."""
+        assert self.credit_rule is not None
+        if self.credit_rule.reads_success:
+            verdict = rewards[:, self._success_column].view(-1, self.num_generations)
+            return (verdict > TRUE_ABOVE).any(dim=1) & (verdict <= TRUE_ABOVE).any(dim=1)
+        total = (rewards * self.reward_weights.to(rewards.device)).nansum(dim=1)
+        total = total.masked_fill(rewards.isnan().all(dim=1), torch.nan)
+        groups = total.view(-1, self.num_generations)
+        known = ~groups.isnan()
+        low = groups.masked_fill(~known, torch.inf).amin(dim=1)
+        return known.any(dim=1) & (groups.masked_fill(~known, -torch.inf).amax(dim=1) > low)
+
+    # -- credit -----------------------------------------------------------------------------
 
     def _add_credit(
         self, output: dict[str, Any], scored: dict[str, Any], mask_truncated: bool

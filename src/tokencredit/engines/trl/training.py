@@ -261,6 +261,8 @@ def _config_of(arguments: TrainArguments, applied: dict[str, Any]) -> dict[str, 
         fields["reward_model"] = arguments.reward_model
     if arguments.path_points != 1:
         fields["path_points"] = arguments.path_points
+    if arguments.dynamic_sampling:
+        fields["dynamic_sampling"] = arguments.dynamic_sampling
     fields["record_every"] = arguments.record_every
     fields.update({k: v for k, v in arguments.defaults.items() if k not in HERE_ONLY})
     left_out = {"output_dir", "resume_from_checkpoint", *SECRETS}
@@ -372,6 +374,7 @@ def _run(arguments: TrainArguments, folder: RunFolder) -> None:
             reward_model=job.reward_model,
             reward_tokenizer=job.reward_tokenizer,
             path_points=arguments.path_points,
+            dynamic_sampling=arguments.dynamic_sampling,
         )
     except TokenCreditError:
         raise

@@ -16,6 +16,7 @@ from tokencredit.methods.rule import Rule
 __all__ = [
     "PREFIX",
     "accepted_losses",
+    "group_obstacle",
     "loss_mode",
     "loss_obstacle",
     "methods_fed_by",
@@ -112,6 +113,25 @@ def rule_of(
         return resolve(method, options)
     except InputError as error:
         raise InputError(f"{where}: {error}") from error
+
+
+def group_obstacle(rule: Rule, n: Any, key: str) -> list[str]:
+    """Why a group of ``n`` responses is no group, and the cure; or nothing.
+
+    Example:
+        >>> group_obstacle(rule_of("gtpo", {}, "here"), 8, "n")
+        []
+    """
+    try:
+        size = int(n)
+    except (TypeError, ValueError):
+        size = -1
+    if size < 1 or str(size) != str(n).strip():
+        return [f"{key}={n}: must be a whole number of responses to a prompt, such as 8"]
+    if size < 2 and not rule.whole_batch:
+        why = "a group needs several responses to a prompt, or every advantage is 0"
+        return [f"{key}={n}: {why}; set it to 8, say"]
+    return []
 
 
 # -- policy losses -----------------------------------------------------------------------------

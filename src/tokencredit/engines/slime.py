@@ -29,7 +29,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from tokencredit.credit import Credit, assign
-from tokencredit.engines.options import methods_fed_by, plain_options, rule_of
+from tokencredit.engines.options import group_obstacle, methods_fed_by, plain_options, rule_of
 from tokencredit.errors import InputError, MissingSignalError, nearest
 from tokencredit.methods.rule import Rule
 from tokencredit.rollouts import Rollouts
@@ -138,12 +138,8 @@ def _refuse(args: Any, rule: Rule) -> None:
             f"{where}: a critic is trained (--advantage-estimator ppo), and this rule's advantages "
             "need none; set --advantage-estimator grpo"
         )
-    n = given("n_samples_per_prompt", 1)
-    if n < 2:
-        raise InputError(
-            f"{where}: --n-samples-per-prompt {n}: a group needs several responses to a prompt, "
-            "or every advantage is 0; set it to 8, say"
-        )
+    for line in group_obstacle(rule, given("n_samples_per_prompt", 1), "--n-samples-per-prompt"):
+        raise InputError(f"{where}: {line}")
     if rule.recipe.ratio_required and given("loss_type", "policy_loss") == "policy_loss":
         level, estimator = rule.recipe.surrogate.ratio, given("advantage_estimator", "grpo")
         if level == "sequence_arithmetic":

@@ -95,7 +95,7 @@ def test_the_diagnostics_are_lists_that_slime_can_average():
         ("gtpo", {"rewards_normalization": True}, "add --disable-rewards-normalization"),
         ("grpo", {"normalize_advantages": True}, "--normalize-advantages would shift"),
         ("gtpo", {"use_critic": True}, "set --advantage-estimator grpo"),
-        ("gtpo", {"n_samples_per_prompt": 1}, "--n-samples-per-prompt 1: a group needs several"),
+        ("gtpo", {"n_samples_per_prompt": 1}, "--n-samples-per-prompt=1: a group needs several"),
         ("gtpo", {"advantage_estimator": "gspo"}, "set --advantage-estimator grpo"),
         ("grpo_s", {}, "set ratio: geometric under tokencredit"),
         ("grpo_s", {"tokencredit": {"ratio": "geometric"}}, "set --advantage-estimator gspo"),

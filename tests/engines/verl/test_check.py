@@ -66,6 +66,9 @@ def test_a_fine_configuration(capsys):
         ([*FINE, "algorithm.rollout_correction.bypass_mode=True"], "bypass_mode=False"),
         ([*FINE, "actor_rollout_ref.rollout.n=1"], "rollout.n=1"),
         ([*FINE, "+algorithm.tokencredit.alpa2=1"], "did you mean 'alpha2'"),
+        (["algorithm.adv_estimator=tokencredit_gtop"], "did you mean 'gtpo'"),
+        ([*FINE, "actor_rollout_ref.actor.policy_loss.loss_mode=vanila"], "did you mean 'vanilla'"),
+        ([*FINE, "actor_rollout_ref.rollout.n=abc"], "must be a whole number"),
         ([*FINE, "algorithm.adv_estimator=grpo_s"], "loss_mode=tokencredit_sequence_arithmetic"),
     ],
 )
@@ -104,6 +107,33 @@ def test_a_file_under_overrides(tmp_path, capsys):
     assert main(["check", str(path), "no.such=1"]) == 2
     path.write_text("just words")
     assert main(["check", str(path)]) == 2
+
+
+@needs_verl
+def test_overrides_of_every_kind(tmp_path, capsys):
+    assert main(["check", *FINE, "~algorithm.gamma"]) == 0
+    path = tmp_path / "mine.yaml"
+    path.write_text("algorithm: {tokencredit: {alpha2: 0.3}}\n")
+    words = ["check", str(path), *FINE]
+    assert main([*words, "~algorithm.gamma", "++algorithm.tokencredit.alpha2=0.4"]) == 0
+    assert "alpha2=0.4" in capsys.readouterr().out
+    for word, message in (
+        ("+algorithm.tokencredit.alpha2=0.4", "is there already"),
+        ("actor_rollout_ref.rollout.n=16,8", "one value at a time"),
+    ):
+        assert main([*words, word]) == 2
+        assert message in capsys.readouterr().err
+
+
+@needs_verl
+@pytest.mark.parametrize("words", [[], [*FINE], ["nosuch.key=3"]])
+def test_what_is_wrong_with_the_installation_is_said_whatever_the_configuration(words):
+    environment = os.environ | {"VERL_USE_EXTERNAL_MODULES": "nosuchmodule"}
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-m", "tokencredit.engines.verl", "check", *words],
+        capture_output=True, text=True, env=environment, cwd=Path(__file__).parent, timeout=300,
+    )  # fmt: skip
+    assert done.returncode == 2 and "nosuchmodule" in done.stdout
 
 
 @needs_verl

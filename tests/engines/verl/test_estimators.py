@@ -199,3 +199,75 @@ def test_the_credit_is_reported():
     seen = []
     advantages(batch(), "tokencredit_gtpo", beside=Beside(entropy=entropies(), report=seen.append))
     assert seen[0].diagnostics["responses"] == 8 and seen[0].diagnostics["groups"] == 2
+
+
+# -- found by trying to break it ---------------------------------------------------------------
+
+
+def test_bare_names_stand_in_nobodys_way():
+    """Another plugin's, or a program's, estimator of that name is registered and is used."""
+    assert not {"gtpo", "dapo", "grpo_s"} & set(core_algos.ADV_ESTIMATOR_REGISTRY)
+    assert register_estimators()["dapo"] == "dapo"
+
+    def theirs(token_level_rewards, **_):
+        same = token_level_rewards * 0 + 42.0
+        return same, same
+
+    core_algos.register_adv_est("dapo")(theirs)
+    try:
+        assert core_algos.get_adv_estimator_fn("dapo") is theirs
+        assert "dapo" not in register_estimators()
+        assert (advantages(batch(), "dapo") == 42.0).all()
+        assert not (advantages(batch(), "tokencredit_dapo") == 42.0).any()
+    finally:
+        del core_algos.ADV_ESTIMATOR_REGISTRY["dapo"]
+    assert register_estimators()["dapo"] == "dapo"
+    with pytest.raises(ValueError, match="Unknown advantage estimator"):
+        core_algos.get_adv_estimator_fn("nobodys")
+
+
+def test_a_module_that_took_the_function_before_the_plugin_came():
+    """A trainer of the user's, loaded by VERL_USE_EXTERNAL_MODULES: ahead of verl's plugins."""
+    code = (
+        "import sys, types; mine = types.ModuleType('mine'); sys.modules['mine'] = mine\n"
+        "import os; os.environ['VERL_USE_EXTERNAL_PLUGINS'] = 'none'\n"
+        "from verl.trainer.ppo import ray_trainer\n"
+        "mine.compute_advantage = ray_trainer.compute_advantage\n"
+        "import tokencredit.engines.verl.plugin\n"
+        "assert mine.compute_advantage is ray_trainer.compute_advantage\n"
+        "assert hasattr(mine.compute_advantage, '_tokencredit_tap')"
+    )
+    subprocess.run([sys.executable, "-W", "ignore", "-c", code], check=True, timeout=300)
+
+
+def test_a_penalty_in_the_reward_never_decides_success():
+    """Where the score before it does not reach the estimator, that is said."""
+    data = batch()
+    config = algorithm()
+    config.use_kl_in_reward = True
+    function = core_algos.get_adv_estimator_fn("tokencredit_dapo")
+    arguments = {
+        "token_level_rewards": data.batch["token_level_rewards"],
+        "response_mask": data.batch["response_mask"],
+        "index": data.non_tensor_batch["uid"],
+        "config": config,
+    }
+    with pytest.raises(InputError, match="did not reach the estimator"):
+        function(**arguments)
+    config.use_kl_in_reward = False
+    assert function(**arguments)[0].shape == MASK.shape
+
+
+@pytest.mark.parametrize(
+    ("infos", "words"),
+    [
+        ([{"acc": 1}] * 3 + [{}] * 5, r"response 3 has no such field, which 3 other responses"),
+        ([{"acc": [[0.0] * 3] * 3}] * 8, r"got \[\[0\.0, 0\.0.*for response 0"),
+        ([{"acc": 10**400}] * 8, r"for response 0"),
+    ],
+)
+def test_odd_results_of_reward_functions(infos, words):
+    beside = Beside(entropy=entropies(), reward_info=lambda: infos)
+    with pytest.raises(InputError, match=words) as error:
+        advantages(batch(), "tokencredit_gtpo", algorithm(success_from="acc"), beside)
+    assert "\n" not in str(error.value)

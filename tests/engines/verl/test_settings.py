@@ -132,3 +132,108 @@ def test_what_is_only_worth_knowing():
     assert notes(config(), setting()) == []
     assert len(notes(config("dapo"), setting("dapo"))) == 2
     assert setting("grpo_s").rule == GRPO_S()
+
+
+# -- found by trying to break it ---------------------------------------------------------------
+
+
+def merged(base: dict[str, Any], **more: Any) -> dict[str, Any]:
+    return {**base, **more}
+
+
+@pytest.mark.parametrize("place", ["reward", "reward_model"])
+@pytest.mark.parametrize("on", [True, "True"])
+def test_a_penalty_in_the_score_makes_no_right_response_wrong(place, on):
+    penalty = {place: {"reward_kwargs": {"overlong_buffer_cfg": {"enable": on}}}}
+    for estimator in ("tokencredit_gtpo", "dapo"):
+        found = obstacles(merged(config(estimator), **penalty), setting(estimator))
+        assert len(found) == 1 and "set +algorithm.tokencredit.success_from=acc" in found[0]
+    named = setting("gtpo", success_from="acc")
+    assert obstacles(merged(config("gtpo"), **penalty), named) == []
+    assert (
+        obstacles(merged(config("tokencredit_grpo"), **penalty), setting("tokencredit_grpo")) == []
+    )
+    off = {place: {"reward_kwargs": {"overlong_buffer_cfg": {"enable": False}}}}
+    assert obstacles(merged(config("gtpo"), **off), setting("gtpo")) == []
+
+
+@pytest.mark.parametrize("n", ["abc", [8], 8.5, "???", 0, -1])
+def test_a_group_size_that_is_none_is_said_and_not_raised(n):
+    (line,) = obstacles(config(n=n), setting())
+    assert "must be a whole number" in line
+
+
+def test_one_response_a_prompt_will_do_where_statistics_are_the_batchs():
+    batch = {"normalise_over": "batch", "share_over": "batch", "uniform_groups": "literal"}
+    assert obstacles(config(n=1), setting(**batch)) == []
+    assert "every advantage is 0" in obstacles(config(n=1), setting())[0]
+
+
+@pytest.mark.parametrize(("value", "on"), [("False", False), ("True", True), (1, True), (0, False)])
+def test_a_switch_may_be_a_text(value, on):
+    found = obstacles(config(rollout_correction={"bypass_mode": value}), setting())
+    assert bool(found) == on
+
+
+def test_a_policy_loss_that_is_no_mapping():
+    wrong = config()
+    wrong["actor_rollout_ref"]["actor"]["policy_loss"] = "gspo"
+    assert any("holds keys; set " + LOSS in line for line in obstacles(wrong, setting()))
+
+
+def test_filters_go_by_the_field_that_decides():
+    lines = recommended_overrides(setting("dapo", success_from="acc"))
+    assert "algorithm.filter_groups.metric=acc" in lines
+    assert "algorithm.filter_groups.metric=reward" in recommended_overrides(setting("dapo"))
+
+
+def test_the_legacy_trainer_drops_no_groups():
+    on = config("dapo", filter_groups={"enable": True})
+    assert not any("stay in the loss" in line for line in notes(on, setting("dapo")))
+    legacy = merged(on, trainer={"use_v1": False})
+    assert any(
+        "the legacy trainer does not drop" in line for line in notes(legacy, setting("dapo"))
+    )
+
+
+def test_what_has_no_effect_is_noted():
+    grpo = setting("tokencredit_grpo", success_from="acc")
+    lines = notes(config("tokencredit_grpo", norm_adv_by_std_in_grpo=False), grpo)
+    assert any("tokencredit_dr_grpo does not divide" in line for line in lines)
+    assert any("grpo does not read success" in line for line in lines)
+
+
+def test_a_rule_whose_needs_depend_on_options(monkeypatch):
+    from tokencredit.methods.registry import methods
+
+    rule = methods()["datc"].rule()
+    found = obstacles(config(), Setting("mine", rule))
+    assert any("needs work, which verl does not give" in line for line in found)
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("tokencredit_gtop", "did you mean 'gtpo'"),
+        ("tokencredit-gtpo", "set tokencredit_gtpo"),
+        ("datc", "DATC needs a reward model's gradient"),
+        ("tokencredit_datc_shuffled", "DATC needs"),
+        ("grpo", "grpo is somebody else's; set tokencredit_grpo"),
+        ("gae", "those are: tokencredit_grpo"),
+    ],
+)
+def test_names_that_are_not_ours(name, words):
+    from tokencredit.engines.verl.settings import wrong_name
+
+    assert words in wrong_name(name)
+
+
+def test_names_with_our_prefix_exist_or_are_refused():
+    from tokencredit.engines.verl.settings import misspelt
+
+    names = estimator_names()
+    assert misspelt(config(), names) == [] == misspelt(config("grpo"), names)
+    (line,) = misspelt(config("tokencredit_gtop"), names)
+    assert "did you mean 'gtpo'" in line
+    (line,) = misspelt(config("grpo", loss="tokencredit_tokn"), names)
+    assert "did you mean 'tokencredit_token'" in line

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from importlib.metadata import version
 from importlib.util import find_spec
 from types import SimpleNamespace
@@ -23,9 +24,10 @@ from verl.trainer.ppo.v1 import trainer_base
 from verl.utils import tensordict_utils as tu
 from verl_harness import LENGTHS, SCORES, UIDS, at_the_end, entropies, mask_of
 
-from tokencredit import InputError, MissingSignalError, Rollouts, assign
+from tokencredit import GRPO, InputError, MissingSignalError, Rollouts, assign, register
 from tokencredit.engines.verl.estimators import BESIDE
 from tokencredit.engines.verl.taps import ENTROPY_KEY, attach, attached
+from tokencredit.methods import registry
 
 MASK = mask_of(LENGTHS)
 
@@ -82,6 +84,12 @@ def test_trainers_refuse_before_anything_is_loaded(trainer):
         Made(config(bypass=True))
     with pytest.raises(InputError, match="did you mean 'alpha2'"):
         Made(config(alpa2=1.0))
+    with pytest.raises(InputError, match="did you mean 'gtpo'"):
+        Made(config("tokencredit_gtop"))
+    misspelt = config("grpo")
+    misspelt.actor_rollout_ref.actor.policy_loss.loss_mode = "tokencredit_tokn"
+    with pytest.raises(InputError, match="did you mean 'tokencredit_token'"):
+        Made(misspelt)
     with pytest.raises(Exception) as other:  # verl's own: the configuration here is no whole one
         Made(config("grpo", bypass=True))
     assert not isinstance(other.value, InputError)
@@ -183,6 +191,30 @@ def test_v1_rows_are_in_the_batchs_order(queue):
     v1(queue, config(), order)
     want = expected(entropies().to(torch.bfloat16).float())[order]
     assert torch.allclose(written(queue), want, atol=1e-6)
+
+
+def test_v1_rules_that_read_entropies_without_needing_them_get_them(queue, monkeypatch):
+    seen: list[list[str]] = []
+
+    @dataclass(frozen=True)
+    class Reads(GRPO):
+        name = "reads_entropy"
+        reads = ("entropy",)
+
+        def credit(self, rollouts: Rollouts) -> Any:
+            seen.append(list(rollouts.signals))
+            return super().credit(rollouts)
+
+    register(Reads)
+    try:
+        v1(queue, config("tokencredit_reads_entropy"))
+        v1(queue, config("tokencredit_reads_entropy", bypass=True))
+        del queue.fields["entropy"]
+        v1(queue, config("tokencredit_reads_entropy"))
+        assert seen == [["entropy"], [], []]
+    finally:
+        registry._METHODS.pop("reads_entropy", None)
+        core_algos.ADV_ESTIMATOR_REGISTRY.pop("tokencredit_reads_entropy", None)
 
 
 def test_v1_success_from_a_field_of_the_result(queue):

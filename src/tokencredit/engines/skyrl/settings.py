@@ -12,6 +12,7 @@ from typing import Any
 
 from tokencredit.engines.options import (
     accepted_losses,
+    group_obstacle,
     loss_obstacle,
     methods_fed_by,
     names_of,
@@ -182,9 +183,5 @@ def obstacles(cfg: Any, setting: Setting) -> list[str]:
             "batch's mean; set it to false"
         )
     n = cfg.generator.n_samples_per_prompt
-    if n < 2:
-        found.append(
-            f"generator.n_samples_per_prompt={n}: a group needs several responses to a prompt, or "
-            "every advantage is 0; set it to 8, say"
-        )
+    found += group_obstacle(rule, n, "generator.n_samples_per_prompt")
     return found

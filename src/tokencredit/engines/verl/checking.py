@@ -26,6 +26,7 @@ from tokencredit.engines.verl.settings import (
     LOSS_MODE,
     SECTION,
     lookup,
+    misspelt,
     needed_overrides,
     notes,
     obstacles,
@@ -33,6 +34,7 @@ from tokencredit.engines.verl.settings import (
     recommended_overrides,
     setting_of,
     usable_methods,
+    wrong_name,
 )
 from tokencredit.errors import InputError, nearest
 from tokencredit.texts import printable
@@ -47,7 +49,8 @@ USAGE = """\
 usage: python -m tokencredit.engines.verl check [CONFIG.yaml] [key=value ...]
 
 Says whether verl loads tokencredit here, and what of a configuration stands in a method's way.
-CONFIG.yaml is laid over verl's defaults, overrides over both, written as for verl.trainer.main_ppo.
+CONFIG.yaml is laid over verl's defaults, overrides over both, written as for verl.trainer.main_ppo
+(key=value, +key=value, ~key; not --config-name and --config-path: name the file).
 Exit code: 0 fine, 2 something is in the way.
 """
 
@@ -70,8 +73,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         if given.command != "check":
             raise InputError(f"unknown command {given.command!r}; there is: check")
         found = _installation()
-        if given.words and find_spec("verl") is not None:
-            found += _configuration(given.words)
+        if given.words and "verl" in sys.modules:
+            try:
+                found += _configuration(given.words)
+            except InputError as error:
+                if not found:
+                    raise
+                found.append(str(error))  # and what is wrong besides
         elif not found:
             _show_methods()
     except InputError as error:
@@ -181,7 +189,8 @@ def _judge(config: Any) -> list[str]:
     except InputError as error:
         return [str(error)]
     if setting is None:
-        return [_wrong_name(name)]
+        found = misspelt(config, register_estimators())
+        return found if any(ESTIMATOR in line for line in found) else [*found, wrong_name(name)]
     options = setting.rule.options()
     _row("rule", f"{setting.rule.name}: {', '.join(f'{k}={v}' for k, v in options.items())}")
     if setting.rule.reads_success:
@@ -191,15 +200,17 @@ def _judge(config: Any) -> list[str]:
     _show_overrides(setting, "  ")
     for line in notes(config, setting):
         print(f"  note: {line}")
-    return obstacles(config, setting)
+    return obstacles(config, setting) + _unknown_loss(config)
 
 
-def _wrong_name(name: str) -> str:
-    ours = [PREFIX + method for method in usable_methods()]
-    if name.startswith(PREFIX + "datc"):
-        return f"{ESTIMATOR}={name}: DATC needs a reward model's gradient, which verl does not give"
-    hint = nearest(name, ours if name.startswith(PREFIX) else usable_methods())
-    return f"{ESTIMATOR}={name}: not one of tokencredit's{hint}; those are: {', '.join(ours)}"
+def _unknown_loss(config: Any) -> list[str]:
+    """A policy loss that nobody registered; the trainers find it in their first step."""
+    from verl.trainer.ppo.core_algos import POLICY_LOSS_REGISTRY
+
+    mode = str(lookup(config, LOSS_MODE, "vanilla"))
+    if mode in POLICY_LOSS_REGISTRY or mode.startswith(PREFIX):
+        return []
+    return [f"{LOSS_MODE}={mode}: verl has no such loss{nearest(mode, POLICY_LOSS_REGISTRY)}"]
 
 
 def _show_overrides(setting: Any, indent: str) -> None:
@@ -225,8 +236,8 @@ def _compose(words: Sequence[str]) -> Any:
     from hydra.core.global_hydra import GlobalHydra
     from omegaconf import OmegaConf
 
-    files = [word for word in words if "=" not in word]
-    overrides = [word for word in words if "=" in word]
+    files = [word for word in words if "=" not in word and not word.startswith("~")]
+    overrides = [word for word in words if word not in files]
     if len(files) > 1:
         raise InputError(f"check: one configuration at a time, got {', '.join(files)}")
     file = _read_yaml(files[0]) if files else None
@@ -264,6 +275,10 @@ def _override(config: Any, overrides: Sequence[str]) -> None:
         there = OmegaConf.select(config, key, default=nowhere) is not nowhere
         if not there and not one.is_add() and not one.is_force_add():
             raise InputError(f"check: there is no {key}; to add it: +{key}=...")
+        if there and one.is_add():
+            raise InputError(f"check: {key} is there already; to change it: {key}=...")
+        if one.is_sweep_override():
+            raise InputError(f"check: {key}: one value at a time, not a sweep")
         OmegaConf.update(config, key, None if one.is_delete() else one.value())
 
 

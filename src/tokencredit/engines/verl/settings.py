@@ -8,39 +8,54 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, get_args
 
 from tokencredit.engines.options import (
+    PREFIX,
     accepted_losses,
+    group_obstacle,
+    loss_mode,
     loss_obstacle,
     methods_fed_by,
     names_of,
     plain_options,
     rule_of,
 )
-from tokencredit.errors import InputError
+from tokencredit.errors import InputError, nearest
+from tokencredit.losses import RatioLevel
+from tokencredit.methods.registry import methods
 from tokencredit.methods.rule import Rule
 
 __all__ = [
     "Setting",
     "estimator_names",
     "lookup",
+    "misspelt",
     "needed_overrides",
     "notes",
     "obstacles",
     "recommended_overrides",
     "setting_of",
     "usable_methods",
+    "wrong_name",
 ]
 
 SECTION = "algorithm.tokencredit"
 ESTIMATOR = "algorithm.adv_estimator"
 ACTOR = "actor_rollout_ref.actor"
 LOSS_MODE = f"{ACTOR}.policy_loss.loss_mode"
+KL_LOSS = f"{ACTOR}.use_kl_loss"
+FILTER = "algorithm.filter_groups.enable"
 BYPASS = "algorithm.rollout_correction.bypass_mode"
 
 VERL_HANDS_OVER = frozenset({"entropy"})
 """Token signals that can be had from verl."""
+
+PENALTIES = (
+    "reward.reward_kwargs.overlong_buffer_cfg",
+    "reward_model.reward_kwargs.overlong_buffer_cfg",
+)
+"""Where verl's DAPO reward manager is told to take a penalty off the score of long responses."""
 
 AVERAGING_LOSSES = ("gspo", "geo_mean")
 """verl's own policy losses whose ratio is formed over the whole response."""
@@ -65,6 +80,11 @@ class Setting:
     def needs_entropy(self) -> bool:
         """Whether the rule reads token entropies."""
         return "entropy" in self.rule.needs
+
+    @property
+    def wants_entropy(self) -> bool:
+        """Whether it reads them where they are there."""
+        return "entropy" in {*self.rule.needs, *self.rule.reads}
 
     @property
     def reads_field(self) -> str | None:
@@ -186,7 +206,8 @@ def recommended_overrides(setting: Setting) -> list[str]:
     if surrogate.aggregation == "seq-mean-token-sum-norm":
         lines.append(f"'{ACTOR}.loss_scale_factor=${{data.max_response_length}}'")
     if recipe.filter_uniform:
-        lines += ["algorithm.filter_groups.enable=True", "algorithm.filter_groups.metric=reward"]
+        metric = setting.success_from or "reward"
+        lines += [f"{FILTER}=True", f"algorithm.filter_groups.metric={metric}"]
     return lines
 
 
@@ -204,45 +225,103 @@ def obstacles(config: Any, setting: Setting) -> list[str]:
         'algorithm.rollout_correction.bypass_mode=True: gtp'
     """
     rule, found = setting.rule, list[str]()
-    if setting.needs_entropy and lookup(config, BYPASS):
+    missing = sorted(set(rule.needs) - VERL_HANDS_OVER)
+    if missing:
+        found.append(f"{rule.name} needs {', '.join(missing)}, which verl does not give")
+    if setting.needs_entropy and _on(config, BYPASS):
         found.append(
             f"{BYPASS}=True: {rule.name} needs the entropies of the old-log-probability pass, "
             f"which this mode leaves out; set {BYPASS}=False"
         )
+    policy_loss = lookup(config, f"{ACTOR}.policy_loss")
+    if policy_loss is not None and not hasattr(policy_loss, "get"):
+        found.append(f"{ACTOR}.policy_loss={policy_loss}: holds keys; set {LOSS_MODE}")
     mode = str(lookup(config, LOSS_MODE, "vanilla"))
     other = loss_obstacle(rule, mode, LOSS_MODE, averaging=AVERAGING_LOSSES, plain="vanilla")
     if other is not None:
         found.append(other)
+    for where in PENALTIES:
+        if _on(config, f"{where}.enable") and rule.reads_success and not setting.success_from:
+            found.append(
+                f"{where}.enable=True: verl takes the penalty off the score, and {rule.name} would "
+                f"take a long right response for a wrong one; set +{SECTION}.success_from=acc"
+            )
     n = lookup(config, "actor_rollout_ref.rollout.n")
-    if n is not None and int(n) < 2:
-        found.append(
-            f"actor_rollout_ref.rollout.n={n}: a group needs several responses to a prompt, or "
-            "every advantage is 0; set it to 8, say"
-        )
+    if n is not None:
+        found += group_obstacle(rule, n, "actor_rollout_ref.rollout.n")
     return found
+
+
+def _on(config: Any, path: str) -> bool:
+    """Whether a switch is on; a text, as some launchers pass, counts for what it says."""
+    value = lookup(config, path)
+    return str(value).strip().lower() not in ("false", "none", "null", "no", "off", "0", "")
+
+
+def misspelt(config: Any, names: Mapping[str, str]) -> list[str]:
+    """Names with our prefix that do not exist, a line each: what, and what there is."""
+    found = list[str]()
+    name = lookup(config, ESTIMATOR)
+    name = str(getattr(name, "value", name))
+    if name.startswith(PREFIX) and name not in names:
+        found.append(wrong_name(name))
+    mode = str(lookup(config, LOSS_MODE, "vanilla"))
+    known = [loss_mode(level) for level in get_args(RatioLevel)]
+    if mode.startswith(PREFIX) and mode not in known:
+        found.append(f"{LOSS_MODE}={mode}: no such loss{nearest(mode, known)}")
+    return found
+
+
+def wrong_name(name: str) -> str:
+    """Why an estimator's name is none of ours, and which are."""
+    ours = [PREFIX + method for method in usable_methods()]
+    plain = name.lower().replace("-", "_").removeprefix(PREFIX)
+    if plain in usable_methods():
+        whose = "" if name.startswith(PREFIX) or name != plain else f": {name} is somebody else's"
+        return f"{ESTIMATOR}={name}: not one of tokencredit's{whose}; set {PREFIX}{plain}"
+    if plain.startswith("datc"):
+        return f"{ESTIMATOR}={name}: DATC needs a reward model's gradient, which verl does not give"
+    if plain in methods():
+        lacks = sorted(set(methods()[plain].needs) - VERL_HANDS_OVER)
+        return f"{ESTIMATOR}={name}: needs {', '.join(lacks)}, which verl does not give"
+    hint = nearest(plain, usable_methods())
+    return f"{ESTIMATOR}={name}: not one of tokencredit's{hint}; those are: {', '.join(ours)}"
 
 
 def notes(config: Any, setting: Setting) -> list[str]:
     """What in verl's configuration is worth knowing, a line each; nothing here stops a run."""
     rule, found = setting.rule, list[str]()
-    if lookup(config, "algorithm.use_kl_in_reward") and rule.reads_success and rule.needs:
+    if _on(config, "algorithm.use_kl_in_reward") and rule.reads_success and rule.needs:
         found.append(
             f"algorithm.use_kl_in_reward=True: {rule.name} reads success, not rewards, so this "
             f"penalty does nothing; {ACTOR}.use_kl_loss=True has an effect"
         )
-    if rule.recipe.filter_uniform and not lookup(config, "algorithm.filter_groups.enable"):
+    legacy = not lookup(config, "trainer.use_v1", True)
+    if rule.recipe.filter_uniform and (legacy or not _on(config, FILTER)):
+        cure = (
+            "the legacy trainer does not drop them, whatever algorithm.filter_groups says"
+            if legacy
+            else f"{FILTER}=True drops them"
+        )
         found.append(
             f"{rule.name}: groups without a mix of successes and failures get advantage 0 but "
-            "stay in the loss's denominator; algorithm.filter_groups.enable=True drops them"
+            f"stay in the loss's denominator; {cure}"
         )
+    if str(lookup(config, "algorithm.norm_adv_by_std_in_grpo", True)).lower() == "false":
+        found.append(
+            f"algorithm.norm_adv_by_std_in_grpo=False: {rule.name} does not read it; "
+            f"{PREFIX}dr_grpo does not divide by the standard deviation"
+        )
+    if setting.success_from and not rule.reads_success:
+        found.append(f"{SECTION}.success_from: {rule.name} does not read success")
     if rule.recipe.mask_truncated:
         found.append(
             f"{rule.name}: verl does not say which responses are truncated: none is masked"
         )
-    if setting.needs_entropy and lookup(config, "actor_rollout_ref.model.use_fused_kernels"):
+    if setting.needs_entropy and _on(config, "actor_rollout_ref.model.use_fused_kernels"):
         found.append(
             "actor_rollout_ref.model.use_fused_kernels=True: entropies come from verl's fused "
-            "kernel, by its source; nobody has run this with tokencredit"
+            "kernel; its torch form was compared with float32, its Triton form was not run"
         )
     if lookup(config, "actor_rollout_ref.rollout.agent.agent_loop_manager_class") or lookup(
         config, "actor_rollout_ref.rollout.agent.agent_loop_config_path"

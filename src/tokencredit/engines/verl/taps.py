@@ -14,12 +14,19 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import wraps
 from typing import Any
 
 from tokencredit.credit import Credit
-from tokencredit.engines.verl.estimators import BESIDE, Beside, register_estimators
-from tokencredit.engines.verl.settings import BYPASS, Setting, lookup, notes, obstacles, setting_of
+from tokencredit.engines.verl.estimators import BESIDE, MARK, Beside, register_estimators, wrap
+from tokencredit.engines.verl.settings import (
+    BYPASS,
+    Setting,
+    lookup,
+    misspelt,
+    notes,
+    obstacles,
+    setting_of,
+)
 from tokencredit.errors import InputError, MissingSignalError
 
 __all__ = ["attach", "attached", "refuse_several_outputs"]
@@ -28,7 +35,6 @@ logger = logging.getLogger("tokencredit")
 
 ENTROPY_KEY = "tokencredit_entropy"
 MASK_KEY = "tokencredit_mask"
-MARK = "_tokencredit_tap"
 
 
 def attach() -> dict[str, str]:
@@ -63,15 +69,6 @@ def attached() -> dict[str, bool]:
     return {"legacy": legacy, "V1": v1}
 
 
-def _wrap(owner: Any, name: str, make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
-    original = getattr(owner, name)
-    if hasattr(original, MARK):
-        return
-    wrapped = wraps(original)(make(original))
-    setattr(wrapped, MARK, True)
-    setattr(owner, name, wrapped)
-
-
 def _setting(config: Any) -> Setting | None:
     return setting_of(lookup(config, "algorithm"), register_estimators())
 
@@ -80,6 +77,9 @@ def _refusing(original: Callable[..., Any]) -> Callable[..., Any]:
     """A trainer's constructor that refuses what would fail, or mislead, hours later."""
 
     def __init__(self: Any, config: Any, *args: Any, **kwargs: Any) -> None:  # noqa: N807
+        found = misspelt(config, register_estimators())
+        if found:
+            raise InputError("; ".join(found))
         setting = _setting(config)
         if setting is not None:
             found = obstacles(config, setting)
@@ -98,9 +98,9 @@ def _refusing(original: Callable[..., Any]) -> Callable[..., Any]:
 def _attach_legacy() -> None:
     from verl.trainer.ppo import ray_trainer
 
-    _wrap(ray_trainer.RayPPOTrainer, "__init__", _refusing)
-    _wrap(ray_trainer.RayPPOTrainer, "_compute_old_log_prob", _keeping_entropies)
-    _wrap(ray_trainer, "compute_advantage", _with_batch)
+    wrap(ray_trainer.RayPPOTrainer, "__init__", _refusing)
+    wrap(ray_trainer.RayPPOTrainer, "_compute_old_log_prob", _keeping_entropies)
+    wrap(ray_trainer, "compute_advantage", _with_batch)
 
 
 def _keeping_entropies(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -110,7 +110,9 @@ def _keeping_entropies(original: Callable[..., Any]) -> Callable[..., Any]:
         if setting is not None:
             old_log_prob = result[0]
             old_log_prob.batch[MASK_KEY] = batch.batch["response_mask"]
-            if setting.needs_entropy:
+            if setting.needs_entropy or (
+                setting.wants_entropy and "entropys" in old_log_prob.batch
+            ):
                 old_log_prob.batch[ENTROPY_KEY] = old_log_prob.batch["entropys"]
         return result
 
@@ -157,10 +159,10 @@ def _beside(value: Beside, call: Callable[..., Any], *args: Any, **kwargs: Any) 
 def _attach_v1() -> None:
     from verl.trainer.ppo.v1 import trainer_base, utils
 
-    _wrap(trainer_base.PPOTrainer, "__init__", _refusing)
-    _wrap(trainer_base.PPOTrainer, "_compute_advantage", _with_queue)
+    wrap(trainer_base.PPOTrainer, "__init__", _refusing)
+    wrap(trainer_base.PPOTrainer, "_compute_advantage", _with_queue)
     # It has the name from the legacy trainer, and may have it from before that was wrapped.
-    _wrap(utils, "compute_advantage", _with_batch)
+    wrap(utils, "compute_advantage", _with_batch)
 
 
 def _with_queue(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -175,19 +177,22 @@ def _with_queue(original: Callable[..., Any]) -> Callable[..., Any]:
         def report(credit: Credit) -> None:
             metrics.update({f"credit/{key}": value for key, value in credit.diagnostics.items()})
 
-        beside = replace(_read_queue(batch, setting), report=report)
+        wanted = setting.needs_entropy or (
+            setting.wants_entropy and not lookup(self.config, BYPASS)
+        )
+        beside = replace(_read_queue(batch, setting, wanted), report=report)
         return _beside(beside, original, self, batch, metrics, *args, **kwargs)
 
     return _compute_advantage
 
 
-def _read_queue(batch: Any, setting: Setting) -> Beside:
+def _read_queue(batch: Any, setting: Setting, wanted: bool) -> Beside:
     """Entropies and reward fields of the batch, rows in the order of ``batch.keys``."""
     import transfer_queue as tq
 
     fields = [
         "response_mask",
-        *(["entropy"] if setting.needs_entropy else []),
+        *(["entropy"] if wanted else []),
         *(["extra_fields"] if setting.reads_field else []),
     ]
     data = tq.kv_batch_get(keys=batch.keys, partition_id=batch.partition_id, select_fields=fields)
@@ -195,12 +200,12 @@ def _read_queue(batch: Any, setting: Setting) -> Beside:
     info = (lambda: rows) if setting.reads_field else None
     if setting.needs_entropy and "entropy" not in data:
         raise MissingSignalError(
-            f"{setting.estimator}: the TransferQueue holds no entropies of this batch; set "
-            f"{BYPASS}=False, so that verl runs its old-log-probability pass"
+            f"{setting.estimator}: the TransferQueue does not hold the entropies of every response "
+            f"of this batch; set {BYPASS}=False, so that verl runs its old-log-probability pass"
         )
     padded = data.to_padded_tensor()
     return Beside(
-        entropy=padded["entropy"] if setting.needs_entropy else None,
+        entropy=padded["entropy"] if wanted and "entropy" in data else None,
         mask=padded["response_mask"],
         reward_info=info,
     )

@@ -18,9 +18,9 @@ documentation for what was. Importing this module imports neither.
 
 from __future__ import annotations
 
-import logging
+import zlib
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import torch
@@ -35,8 +35,6 @@ from tokencredit.methods.rule import Rule
 from tokencredit.rollouts import Rollouts
 
 __all__ = ["advantages", "keep_loss"]
-
-logger = logging.getLogger("tokencredit")
 
 SECTION = "tokencredit"
 """The key of ``--custom-config-path``'s file under which options stand."""
@@ -56,7 +54,8 @@ def __getattr__(name: str) -> AdvantageFunction:
     if name not in usable:
         raise AttributeError(
             f"tokencredit.engines.slime has no method {name!r}{nearest(name, usable)}; "
-            f"methods: {', '.join(usable)}"
+            f"methods: {', '.join(usable)}; a rule of your own is there once its module is "
+            "imported, by a module of yours that slime is pointed to"
         )
 
     def function(args: Any, rollout_data: dict[str, Any]) -> None:
@@ -101,14 +100,14 @@ def advantages(method: str, args: Any, rollout_data: dict[str, Any]) -> None:
     section = plain_options(getattr(args, SECTION, None), SECTION)
     rule = rule_of(method, section, SECTION)
     _refuse(args, rule)
-    samples = _samples(args, rule, rollout_data)
+    samples = _samples(rule, rollout_data)
     credit, mine = _credit_over_ranks(args, rule, samples)
     own = [
         credit.advantage[row, positions].to(torch.float32)
         for row, positions in zip(mine.tolist(), samples.positions, strict=True)
     ]
     rollout_data["advantages"] = own
-    rollout_data["returns"] = list(own)
+    rollout_data["returns"] = [one.clone() for one in own]
     for name, value in credit.diagnostics.items():
         rollout_data[f"credit/{name}"] = [float(value)] * len(own)
 
@@ -123,6 +122,9 @@ def _refuse(args: Any, rule: Rule) -> None:
     def given(name: str, default: Any = None) -> Any:
         return getattr(args, name, default)
 
+    lacks = sorted(set(rule.needs) - set(SLIME_HANDS_OVER))
+    if lacks:
+        raise InputError(f"{where}: needs {', '.join(lacks)}, which slime does not give")
     if given("rewards_normalization", True):
         raise InputError(
             f"{where}: rewards arrive normalised by slime, and the rule forms the statistics of "
@@ -186,66 +188,112 @@ class _Samples:
     """One rank's samples as two tables, and where its tokens belong.
 
     Attributes:
-        rows: ``[n, 5]`` float64: sample index, reward, length of the response, tokens held here,
-            rollout.
+        rows: ``[n, 6]`` float64: sample index, reward, length of the response, tokens held here,
+            rollout, checksum of the prompt.
         tokens: ``[m, 3]`` float32, sample after sample: position in the response, whether the
             policy chose the token, entropy.
         positions: for each sample, those of the tokens held here.
         trouble: what is wrong with the data, or "". Raised after the ranks have met, for one that
             raised alone would leave the others waiting.
+        no_entropies: slime formed none and the rule needs them; said after the meeting as well.
+        has_entropies: whether the table holds them.
     """
 
-    rows: Float[Tensor, "n 5"]
+    rows: Float[Tensor, "n 6"]
     tokens: Float[Tensor, "m 3"]
     positions: list[Int[Tensor, " l"]]
-    trouble: str
+    trouble: str = ""
+    no_entropies: bool = False
+    has_entropies: bool = False
 
 
-def _samples(args: Any, rule: Rule, data: dict[str, Any]) -> _Samples:
+def _samples(rule: Rule, data: dict[str, Any]) -> _Samples:
     # `kl` is there in every configuration, with this rank's tokens, on the device of training.
-    device = data["kl"][0].device if data["kl"] else torch.device("cpu")
-    wants_entropy = "entropy" in rule.needs
-    if wants_entropy and not data.get("entropy"):
-        raise _no_entropies(args, rule)
+    device = data["kl"][0].device if data["kl"] else _device()
+    none = _Samples(torch.zeros(0, 6, dtype=torch.float64, device=device),
+                    torch.zeros(0, 3, device=device), [])  # fmt: skip
     count = len(data["kl"])
-    positions: list[Tensor] = []
+    if count and "entropy" in rule.needs and not data.get("entropy"):
+        return replace(none, no_entropies=True)
+    reads = "entropy" in {*rule.needs, *rule.reads} and bool(data.get("entropy"))
+    lists = ["rewards", "sample_indices", "response_lengths", "total_lengths", "loss_masks"]
+    for name in [*lists, *(["entropy"] if reads else [])]:
+        if len(data[name]) != count:
+            return replace(none, trouble=f"{count} samples, and {name} has {len(data[name])}")
+    rows: list[list[float]] = []
     tokens: list[Tensor] = []
-    trouble = ""
+    positions: list[Tensor] = []
     for i in range(count):
-        length, held = int(data["response_lengths"][i]), data["kl"][i].numel()
-        where = _positions(int(data["total_lengths"][i]), length).to(device)
-        entropy = data["entropy"][i].to(torch.float32) if wants_entropy else None
-        mask = torch.as_tensor(data["loss_masks"][i], device=device)
-        counts = (held, held if entropy is None else entropy.numel(), mask.numel())
-        if counts != (where.numel(), where.numel(), length):
-            trouble = trouble or (
-                f"sample {int(data['sample_indices'][i])} of {length} tokens has {where.numel()} "
-                f"of them on this rank, but kl, entropy and loss mask have {counts}"
-            )
-            where = torch.zeros(0, dtype=torch.long, device=device)
-            entropy = None
-        columns = [where, mask[where] if where.numel() else where, where * 0]
-        if entropy is not None:
-            columns[2] = entropy
+        try:
+            row, table, where = _sample(data, i, reads, device)
+        except InputError as error:
+            return replace(none, trouble=f"sample {i} of this rank: {error}")
+        except Exception as error:  # whatever it is, the other ranks must not wait
+            what = " ".join(f"{type(error).__name__}: {error}".split())
+            return replace(none, trouble=f"sample {i} of this rank: {what}")
+        rows.append(row)
+        tokens.append(table)
         positions.append(where)
-        tokens.append(torch.stack([column.to(torch.float32) for column in columns], dim=1))
-    rollouts = data.get("rollout_ids") or data["sample_indices"]
-    rows = torch.tensor(
-        [
-            [
-                float(data["sample_indices"][i]),
-                float(data["rewards"][i]),
-                float(data["response_lengths"][i]),
-                float(positions[i].numel()),
-                float(rollouts[i]),
-            ]
-            for i in range(count)
-        ],
-        dtype=torch.float64,
-        device=device,
-    ).reshape(count, 5)
-    empty = torch.zeros(0, 3, device=device)
-    return _Samples(rows, torch.cat([empty, *tokens]), positions, trouble)
+    made = torch.tensor(rows, dtype=torch.float64, device=device).reshape(count, 6)
+    return _Samples(
+        made, torch.cat([none.tokens, *tokens]), positions, has_entropies=reads and count > 0
+    )
+
+
+def _sample(
+    data: dict[str, Any], i: int, reads_entropy: bool, device: torch.device
+) -> tuple[list[float], Tensor, Tensor]:
+    """One sample's row, its tokens on this rank, and their positions."""
+    length, total = int(data["response_lengths"][i]), int(data["total_lengths"][i])
+    index = _number(data["sample_indices"][i], "its index")
+    if abs(index) >= 2**53:
+        raise InputError(f"its index {index:.0f} is too large to be counted by")
+    rollouts = data.get("rollout_ids")
+    rollout = index if rollouts is None else _number(rollouts[i], "its rollout id")
+    where = _positions(total, length).to(device)
+    mask = torch.as_tensor(data["loss_masks"][i], device=device)
+    entropy = where * 0
+    if reads_entropy:
+        entropy = torch.as_tensor(data["entropy"][i], device=device).to(torch.float32)
+    held = data["kl"][i].numel()
+    shapes = [tuple(entropy.shape), tuple(mask.shape)]
+    if held != len(where) or shapes != [(len(where),), (length,)]:
+        raise InputError(
+            f"{len(where)} of its {length} tokens are on this rank, but kl has {held}, entropy "
+            f"and loss mask have shapes {list(shapes[0])} and {list(shapes[1])}"
+        )
+    reward = _number(data["rewards"][i], "its reward")
+    row = [
+        index,
+        reward,
+        float(length),
+        float(len(where)),
+        rollout,
+        _checksum(data, i, total, length),
+    ]
+    columns = [where, mask[where], entropy]
+    return row, torch.stack([column.to(torch.float32) for column in columns], dim=1), where
+
+
+def _number(value: Any, what: str) -> float:
+    if isinstance(value, dict):
+        raise InputError(
+            f"{what} is a dictionary of {', '.join(map(str, value))}: set --reward-key"
+        )
+    try:
+        return float(value)
+    except (TypeError, ValueError, OverflowError, RuntimeError):
+        raise InputError(
+            f"{what} must be a number, got {' '.join(repr(value).split())[:60]}"
+        ) from None
+
+
+def _checksum(data: dict[str, Any], i: int, total: int, length: int) -> float:
+    """Of the prompt's tokens; -1 where they are not there."""
+    if data.get("tokens") is None:
+        return -1.0
+    prompt = torch.as_tensor(data["tokens"][i])[: total - length].to("cpu", torch.int64)
+    return float(zlib.crc32(prompt.numpy().tobytes()))
 
 
 def _positions(total: int, length: int) -> Int[Tensor, " l"]:
@@ -266,23 +314,35 @@ def _mpu() -> Any:
     return mpu
 
 
+def _device() -> torch.device:
+    """Where a rank without samples meets the others."""
+    if not dist.is_initialized() or "gloo" in str(dist.get_backend(_group())):
+        return torch.device("cpu")
+    return torch.accelerator.current_accelerator() or torch.device("cpu")
+
+
+def _group() -> Any:
+    return _mpu().get_data_parallel_group(with_context_parallel=True)
+
+
 # -- all ranks' samples ------------------------------------------------------------------------
 
 
 def _credit_over_ranks(args: Any, rule: Rule, samples: _Samples) -> tuple[Credit, Tensor]:
     """Credit of the whole rollout, and which of its rows are this rank's samples."""
     device = samples.rows.device
-    sizes = torch.tensor(
-        [len(samples.rows), len(samples.tokens), bool(samples.trouble)], device=device
-    )
-    counts = [size.tolist() for size in _gather(sizes, 3)]
-    if samples.trouble or any(trouble for _, _, trouble in counts):
-        raise InputError(
-            f"tokencredit.engines.slime.{rule.name}: "
-            + (samples.trouble or "the samples of another rank do not fit; its error says more")
-        )
-    rows = torch.cat(_gather_rows(samples.rows, [n for n, _, _ in counts]))
-    tokens = torch.cat(_gather_rows(samples.tokens, [m for _, m, _ in counts]))
+    where = f"tokencredit.engines.slime.{rule.name}"
+    flags = [bool(samples.trouble), samples.no_entropies, samples.has_entropies]
+    sizes = torch.tensor([len(samples.rows), len(samples.tokens), *flags], device=device)
+    met = [size.tolist() for size in _gather(sizes, 5)]
+    if any(none for _, _, _, none, _ in met):
+        raise _no_entropies(args, rule)
+    if any(trouble for _, _, trouble, _, _ in met):
+        said = samples.trouble or "the samples of another rank do not fit; its error says more"
+        raise InputError(f"{where}: {said}")
+    counts, has_entropies = [(n, m) for n, m, *_ in met], any(has for *_, has in met)
+    rows = torch.cat(_gather_rows(samples.rows, [n for n, _ in counts]))
+    tokens = torch.cat(_gather_rows(samples.tokens, [m for _, m in counts]))
     # The slices of a sample are on several ranks: one row a sample, in the order of the indices.
     index, row = torch.unique(rows[:, 0].long(), return_inverse=True)
     of_token = torch.repeat_interleave(row, rows[:, 3].long())
@@ -294,7 +354,7 @@ def _credit_over_ranks(args: Any, rule: Rule, samples: _Samples) -> tuple[Credit
     if len(torch.unique(rows[:, 4])) < len(index) or not torch.equal(seen, length):
         # Context parallelism alone brings a sample several times, each time with other tokens.
         raise InputError(
-            f"tokencredit.engines.slime.{rule.name}: several samples come from one rollout (parts "
+            f"{where}: several samples come from one rollout (parts "
             "of a dialogue, sub-agents), and each would count as a response of its group; give "
             "one sample a rollout"
         )
@@ -304,19 +364,34 @@ def _credit_over_ranks(args: Any, rule: Rule, samples: _Samples) -> tuple[Credit
     mask = torch.zeros(shape, dtype=torch.bool, device=device)
     mask[of_token, position] = tokens[:, 1] > 0
     entropy = None
-    if "entropy" in rule.needs:
+    if has_entropies:
         entropy = torch.full(shape, float("nan"), device=device)
         entropy[of_token, position] = tokens[:, 2]
     group = torch.div(index, args.n_samples_per_prompt, rounding_mode="floor")
+    prompt = torch.zeros(len(index), dtype=torch.float64, device=device)
+    prompt[row] = rows[:, 5]
+    _check_groups(where, group, prompt, args.n_samples_per_prompt)
     rollouts = Rollouts(reward.to(torch.float32), group, mask, entropy=entropy)
     return assign(rollouts, rule), torch.searchsorted(index, samples.rows[:, 0].long())
+
+
+def _check_groups(where: str, group: Tensor, prompt: Tensor, n: int) -> None:
+    """Refuse groups that another ``--n-samples-per-prompt`` than today's has numbered."""
+    _, sizes = torch.unique(group, return_counts=True)
+    pairs = torch.unique(torch.stack([group.double(), prompt]), dim=1).shape[1]
+    if pairs > len(sizes) and bool((sizes != n).any()):
+        raise InputError(
+            f"{where}: with --n-samples-per-prompt {n} samples of different prompts fall into one "
+            "group: their indices were given with another number, before a resume perhaps; go on "
+            "with that one"
+        )
 
 
 def _gather(value: Tensor, length: int) -> list[Tensor]:
     """One tensor of ``length`` rows from every rank that shares this rollout, in rank order."""
     if not dist.is_initialized():
         return [value]
-    group = _mpu().get_data_parallel_group(with_context_parallel=True)
+    group = _group()
     parts = [
         torch.empty((length, *value.shape[1:]), dtype=value.dtype, device=value.device)
         for _ in range(dist.get_world_size(group))

@@ -15,7 +15,7 @@ from tokencredit.engines.skyrl import (
     recommended_overrides,
     setting_of,
 )
-from tokencredit.engines.skyrl.settings import estimator_names
+from tokencredit.engines.skyrl.settings import estimator_names, notes
 
 
 def config(
@@ -30,6 +30,8 @@ def config(
         "tokencredit": {},
         "policy_loss_type": "regular",
         "advantage_batch_normalize": False,
+        "use_kl_in_reward": False,
+        "grpo_norm_by_std": True,
     }
     return SimpleNamespace(
         trainer=SimpleNamespace(
@@ -69,6 +71,7 @@ def test_options_arrive_and_bad_ones_are_named():
         ({"policy_loss_type": "tokencredit_tokn"}, "did you mean 'tokencredit_token'"),
         ({"policy_loss_type": "dppo"}, "leaves out with this loss"),
         ({"policy_loss_type": "rollout_is"}, "leaves out with this loss"),
+        ({"policy_loss_type": "cross_entropy"}, "reads no advantages; set"),
         ({"strategy": "megatron"}, "set trainer.strategy=fsdp"),
         ({"step_wise": True}, "set it to false, or use SkyRL's own grpo"),
         ({"advantage_batch_normalize": True}, "set it to false"),
@@ -110,3 +113,34 @@ def test_what_is_needed_and_recommended():
     assert "trainer.algorithm.eps_clip_high=0.28" in lines
     assert "trainer.algorithm.dynamic_sampling.type=filter" in lines
     assert "generator.apply_overlong_filtering=true" in lines
+
+
+def test_what_has_no_effect_is_noted():
+    def noted(cfg: Any) -> list[str]:
+        return notes(cfg, setting_of(cfg.trainer.algorithm))
+
+    assert noted(config()) == [] == noted(config("grpo", tokencredit=None))
+    (line,) = noted(config(use_kl_in_reward=True))
+    assert "penalty does nothing; trainer.algorithm.use_kl_loss=true" in line
+    assert noted(config("dapo", use_kl_in_reward=True)) == []
+    (line,) = noted(config("tokencredit_grpo", grpo_norm_by_std=False))
+    assert "tokencredit_dr_grpo does not divide" in line
+    (line,) = noted(config("grpo", tokencredit={"alpha2": 5}))
+    assert "advantage_estimator=grpo is not tokencredit's" in line
+    assert "tokencredit_grpo" in line
+
+
+def test_names_with_our_prefix_exist_or_are_refused():
+    for name, words in (
+        ("tokencredit_gtop", "did you mean 'gtpo'"),
+        ("tokencredit_datc", "datc needs work, which SkyRL does not give"),
+        ("tokencredit_mine", "once its module is imported"),
+    ):
+        with pytest.raises(InputError, match=words):
+            setting_of(config(name).trainer.algorithm)
+
+
+def test_dr_grpos_budget_is_among_what_is_recommended():
+    setting = setting_of(config("dr_grpo").trainer.algorithm)
+    assert setting is not None
+    assert any("max_seq_len=" in line for line in recommended_overrides(setting))

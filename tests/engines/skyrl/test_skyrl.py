@@ -276,10 +276,15 @@ def test_rows_that_fill_a_batch_are_in_no_statistic(model):
 
 
 def test_success_is_the_score_before_a_kl_penalty(model):
-    cfg = configuration("gtpo", "trainer.algorithm.use_kl_in_reward=true")
+    cfg = configuration(
+        "gtpo", "trainer.algorithm.use_kl_in_reward=true", "trainer.algorithm.kl_loss_coef=100"
+    )  # fmt: skip
     one, data = trainer(cfg, model), batch()
+    one.reward_kl_controller = None
     data = one.fwd_logprobs_values_reward(data)
-    data["rewards"] = data["rewards"] - 0.4  # what `apply_reward_kl_penalty` may do
+    data["base_action_log_probs"] = data["action_log_probs"] - 1.0
+    data = one.apply_reward_kl_penalty(data)
+    assert (data["rewards"].sum(dim=1) > 0.5).sum() == 1  # of the row that a filter left out
     got = one.compute_advantages_and_returns(data)
     rollouts = Rollouts(torch.tensor(SCORES), UIDS, chosen(), entropy=entropies(model, batch()))
     assert torch.allclose(got["advantages"], assign(rollouts, "gtpo").advantage, atol=1e-4)
@@ -312,34 +317,107 @@ def test_with_another_estimator_the_trainer_is_skyrls(model):
 
 
 def test_models_are_built_with_the_worker_that_forms_entropies(monkeypatch):
-    built = {}
-
-    class Base:
-        def __init__(self, cfg):
-            self.cfg = cfg
-
-        def build_models(self, PolicyWorker, CriticWorker, RefWorker):  # noqa: N803
-            built["policy"] = PolicyWorker
-
-    kind = credit_trainer(Base)
-    assert kind.__name__ == "CreditBase" and issubclass(kind, Base)
-    kind(configuration("gtpo")).build_models("theirs", None, None)
-    assert "EntropyPolicyWorker" in repr(built["policy"])
+    built = []
+    monkeypatch.setattr(
+        RayPPOTrainer, "build_models", lambda self, policy, *_: built.append(policy)
+    )
+    trainer(configuration("gtpo")).build_models("theirs", None, None)
+    assert "EntropyPolicyWorker" in repr(built.pop())
     for estimator in ("tokencredit_grpo", "grpo"):
-        kind(configuration(estimator)).build_models("theirs", None, None)
-        assert built["policy"] == "theirs"
+        trainer(configuration(estimator)).build_models("theirs", None, None)
+        assert built.pop() == "theirs"
 
 
-def test_the_constructor_refuses_what_the_command_refuses():
+def test_the_constructor_refuses_what_the_command_refuses(monkeypatch):
     cfg = configuration()
     cfg.trainer.algorithm = replace(cfg.trainer.algorithm, policy_loss_type="gspo")
-
-    class Base:
-        def __init__(self, cfg):
-            raise AssertionError("reached")
-
+    monkeypatch.setattr(RayPPOTrainer, "__init__", lambda self, cfg: pytest.fail("reached"))
     with pytest.raises(InputError, match="policy_loss_type=regular"):
-        credit_trainer(Base)(cfg)
+        credit_trainer(RayPPOTrainer)(cfg)
+
+
+# -- trainers of one's own ---------------------------------------------------------------------
+
+
+def permuted(data, order):
+    rows = {key: value[order] for key, value in data.items() if value is not None}
+    made = type(data)(rows)
+    made.metadata = data.metadata | {"uids": [data.metadata["uids"][i] for i in order]}
+    for key, value in data.items():
+        if value is None:
+            made[key] = None
+    return made
+
+
+@pytest.mark.parametrize("when", ["between the passes", "before the advantages"])
+def test_rows_that_a_subclass_reorders_keep_what_is_theirs(model, when):
+    order = [7, 2, 5, 0, 3, 6, 1, 4]
+
+    class Reordering(RayPPOTrainer):
+        def fwd_logprobs_values_reward(self, data):
+            data = super().fwd_logprobs_values_reward(data)
+            return permuted(data, order) if when == "between the passes" else data
+
+        def compute_advantages_and_returns(self, data):
+            data = permuted(data, order) if when == "before the advantages" else data
+            return super().compute_advantages_and_returns(data)
+
+    def advantages_of(base):
+        one = trainer(configuration(), model, base)
+        data = one.compute_advantages_and_returns(one.fwd_logprobs_values_reward(batch()))
+        assert not [key for key in data if key.startswith("tokencredit")]
+        return data["advantages"]
+
+    straight, got = advantages_of(RayPPOTrainer), advantages_of(Reordering)
+    assert torch.allclose(got, straight[order], atol=1e-5)
+    assert not torch.allclose(got, straight, atol=1e-2)
+
+
+def test_rewards_that_a_subclass_forms_late_are_read(model):
+    class RewardModel(RayPPOTrainer):
+        def fwd_logprobs_values_reward(self, data):
+            data = super().fwd_logprobs_values_reward(data)
+            data["rewards"] = batch()["rewards"]
+            return data
+
+    data = batch()
+    data["rewards"] = torch.zeros_like(data["rewards"])
+    one = trainer(configuration(), model, RewardModel)
+    got = one.compute_advantages_and_returns(one.fwd_logprobs_values_reward(data))
+    rollouts = Rollouts(torch.tensor(SCORES), UIDS, chosen(), entropy=entropies(model, batch()))
+    assert torch.allclose(got["advantages"], assign(rollouts, "gtpo").advantage, atol=1e-4)
+
+
+def test_a_trainer_is_wrapped_once_and_only_skyrls():
+    once = credit_trainer(RayPPOTrainer)
+    assert credit_trainer(once) is once
+    with pytest.raises(InputError, match="needs SkyRL's RayPPOTrainer"):
+        credit_trainer(dict)
+
+
+def test_an_estimator_that_somebody_else_registered_is_theirs():
+    registry = ppo_utils.AdvantageEstimatorRegistry
+    register()
+    ours = registry.get("dapo")
+    registry.unregister("dapo")
+    registry.register("dapo", lambda **_: None)
+    try:
+        assert "dapo" not in register() and register()["tokencredit_dapo"] == "dapo"
+        configuration("dapo", "trainer.algorithm.advantage_batch_normalize=true")  # not refused
+    finally:
+        registry.unregister("dapo")
+        registry.register("dapo", ours)
+    assert register()["dapo"] == "dapo"
+
+
+def test_a_rule_that_is_not_registered_in_this_process_is_said():
+    from functools import partial
+
+    from tokencredit.engines.skyrl.estimators import estimate
+
+    data = batch()
+    with pytest.raises(InputError, match="once its module is imported, in the process of the"):
+        partial(estimate, name="tokencredit_mine")(data["rewards"], data["response_mask"], UIDS)
 
 
 # -- the command -------------------------------------------------------------------------------
@@ -350,6 +428,15 @@ def test_the_command_reads_options_and_refuses_in_one_line():
     assert cfg.trainer.algorithm.tokencredit == {}
     with pytest.raises(InputError, match=r"trainer\.strategy=megatron"):
         configuration("gtpo", "trainer.strategy=megatron")
+
+
+@pytest.mark.parametrize(
+    ("estimator", "words"),
+    [("tokencredit_gtop", "did you mean 'gtpo'"), ("tokencredit_datc", "datc needs work")],
+)
+def test_a_misspelt_estimator_is_one_line(estimator, words):
+    with pytest.raises(InputError, match=words):
+        configuration(estimator)
 
 
 @pytest.mark.parametrize(

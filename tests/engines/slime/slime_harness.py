@@ -58,6 +58,7 @@ def make_batch(seed: int = 0) -> Batch:
         return torch.randint(low, high, (GROUPS * SIZE,), generator=generator).tolist()
 
     prompts, lengths = numbers(1, 9), numbers(1, 24)
+    prompts = [prompts[i - i % SIZE] for i in range(GROUPS * SIZE)]  # one prompt a group
     lengths[3] = 1
     rewards = [float(r) for r in numbers(0, 2)]
     rewards[:SIZE] = [1.0, 0.0, 1.0, 0.0]
@@ -70,6 +71,8 @@ def make_batch(seed: int = 0) -> Batch:
         for p, n in zip(prompts, lengths, strict=True)
     ]
     tokens = [torch.randint(0, VOCABULARY, (len(one),), generator=generator) for one in logits]
+    for i, prompt in enumerate(prompts):
+        tokens[i][:prompt] = tokens[i - i % SIZE][:prompt]
     return Batch(prompts, lengths, logits, tokens, rewards, masks)
 
 

@@ -131,6 +131,8 @@ def main() -> None:
             names = [name for name in data if name.startswith("credit/")]
             assert names and all(len(data[name]) == len(indices) for name in names)
         check_errors(batch, indices, cp_rank, cp_size)
+        if cp_size == 1:
+            check_a_rank_without_samples(batch)
     total = torch.tensor(compared)
     dist.all_reduce(total)
     assert int(total) == len(SPLITS) * len(METHODS) * sum(batch.lengths)
@@ -140,20 +142,54 @@ def main() -> None:
     dist.destroy_process_group()
 
 
+def check_a_rank_without_samples(batch: Batch) -> None:
+    """Everything on the others: the same numbers, and no word of entropies that are not there."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    indices = list(range(len(batch.lengths)))[rank :: world - 1] if rank < world - 1 else []
+    for method in ("gtpo", "grpo"):
+        data = rank_data(batch, indices)
+        path = f"tokencredit.engines.slime.{method}"
+        hook(arguments(custom_advantage_function_path=path), data)
+        want = batch.expected(method)
+        for i, got in zip(indices, data["advantages"], strict=True):
+            assert torch.allclose(got, want[i, : batch.lengths[i]], atol=1e-6)
+
+
+FAULTS = {
+    "entropy too long": lambda d: d["entropy"].__setitem__(0, torch.ones(99)),
+    "an entropy too few": lambda d: d["entropy"].pop(),
+    "no entropies": lambda d: d.pop("entropy"),
+    "a reward too few": lambda d: d["rewards"].pop(),
+    "reward None": lambda d: d["rewards"].__setitem__(0, None),
+    "reward a dictionary": lambda d: d["rewards"].__setitem__(0, {"acc": 1}),
+    "mask None": lambda d: d["loss_masks"].__setitem__(0, None),
+    "mask of two dimensions": lambda d: d["loss_masks"].__setitem__(0, torch.ones(1, 5)),
+    "index None": lambda d: d["sample_indices"].__setitem__(0, None),
+    "index too large": lambda d: d["sample_indices"].__setitem__(0, 2**60),
+    "rollout id a text": lambda d: d["rollout_ids"].__setitem__(0, "r0"),
+}
+
+
 def check_errors(batch: Batch, indices: list[int], cp_rank: int, cp_size: int) -> None:
     """What is wrong on one rank is said by all: nobody waits for a rank that has left."""
-    from tokencredit import InputError
+    from tokencredit import InputError, MissingSignalError
 
-    data = rank_data(batch, indices, cp_rank, cp_size)
-    if dist.get_rank() == 0:
-        data["entropy"][0] = torch.cat([data["entropy"][0], torch.ones(1)])
-    try:
-        hook(arguments(), data)
-    except InputError as error:
-        own = "kl, entropy and loss mask have" in str(error)
-        assert own == (dist.get_rank() == 0), error
-    else:
-        raise AssertionError("entropies of another length were taken")
+    for name, spoil in FAULTS.items():
+        data = rank_data(batch, list(indices), cp_rank, cp_size)
+        data["rollout_ids"] = list(indices)
+        if dist.get_rank() == 0:
+            spoil(data)
+        try:
+            hook(arguments(), data)
+        except InputError as error:
+            lines, text = str(error).count("\n"), str(error)
+            if name == "no entropies":
+                assert isinstance(error, MissingSignalError), error
+            else:
+                assert ("of another rank" not in text) == (dist.get_rank() == 0), (name, error)
+            assert lines == 0, error
+        else:
+            raise AssertionError(f"{name}: taken")
 
 
 if __name__ == "__main__":

@@ -142,8 +142,83 @@ def test_several_samples_of_one_rollout_are_refused(key):
 def test_data_that_do_not_fit_are_refused():
     data = rank_data(BATCH, EVERYTHING)
     data["loss_masks"][2] = torch.ones(BATCH.lengths[2] + 1)
-    with pytest.raises(InputError, match=r"sample 2 of .* tokens"):
+    with pytest.raises(InputError, match=r"sample 2 of this rank: .* tokens"):
         hook(arguments(), data)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "words"),
+    [
+        ("rewards", {"acc": 1.0, "format": 0.0}, "dictionary of acc, format: set --reward-key"),
+        ("rewards", None, "its reward must be a number, got None"),
+        ("sample_indices", None, "its index must be a number"),
+        ("sample_indices", 2**53, "too large"),
+        ("rollout_ids", "r0", "its rollout id must be a number, got 'r0'"),
+        ("loss_masks", None, "sample 1 of this rank"),
+        ("loss_masks", torch.ones(2, 2), "loss mask have shapes"),
+        ("entropy", None, "sample 1 of this rank"),
+        ("entropy", torch.ones(3, 1), "entropy and loss mask have shapes"),
+    ],
+)
+def test_odd_data_are_one_line_that_names_the_sample(key, value, words):
+    data = rank_data(BATCH, EVERYTHING)
+    data[key] = [value if i == 1 else one for i, one in enumerate(data[key])]
+    with pytest.raises(InputError, match=words) as error:
+        hook(arguments(), data)
+    assert "\n" not in str(error.value) and "sample 1 of this rank" in str(error.value)
+
+
+@pytest.mark.parametrize("key", ["rewards", "loss_masks", "entropy", "sample_indices"])
+def test_lists_of_another_length_are_refused(key):
+    data = rank_data(BATCH, EVERYTHING)
+    data[key] = [*data[key], data[key][0]]
+    with pytest.raises(InputError, match=f"20 samples, and {key} has 21"):
+        hook(arguments(), data)
+
+
+def test_samples_that_another_group_size_has_numbered_are_refused():
+    """A resume with another --n-samples-per-prompt: groups would mix prompts."""
+    data = rank_data(BATCH, EVERYTHING)
+    data["sample_indices"] = data["rollout_ids"] = [i + 2 for i in EVERYTHING]
+    with pytest.raises(InputError, match="different prompts fall into one group"):
+        hook(arguments(), data)
+    hook(arguments(), rank_data(BATCH, EVERYTHING[:-2]))  # a group may have lost samples
+    data = rank_data(BATCH, EVERYTHING)
+    data["tokens"] = [tokens + i for i, tokens in enumerate(data["tokens"])]
+    hook(arguments(), data)  # and whole groups prompts that differ, such as examples drawn anew
+
+
+def test_a_rule_of_ones_own_that_reads_entropies_without_needing_them(monkeypatch):
+    from dataclasses import dataclass
+
+    from tokencredit import GRPO, register
+    from tokencredit.methods import registry
+
+    seen = []
+
+    @dataclass(frozen=True)
+    class Reads(GRPO):
+        name = "reads_entropy_in_slime"
+        reads = ("entropy",)
+
+        def credit(self, rollouts):
+            seen.append(sorted(rollouts.signals))
+            return super().credit(rollouts)
+
+    register(Reads)
+    try:
+        for reused in (False, True):
+            data = rank_data(BATCH, EVERYTHING, reused=reused)
+            hook(arguments(custom_advantage_function_path=PATH + Reads.name), data)
+    finally:
+        registry._METHODS.pop(Reads.name)
+    assert seen == [["entropy"], []]
+
+
+def test_advantages_and_returns_are_tensors_of_their_own():
+    data = advantages()
+    data["advantages"][0].zero_()
+    assert data["returns"][0].any()
 
 
 def test_names_are_looked_up_as_slime_does():

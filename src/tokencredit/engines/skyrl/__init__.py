@@ -13,6 +13,7 @@ from tokencredit.engines.skyrl.estimators import register
 from tokencredit.engines.skyrl.settings import (
     Setting,
     needed_overrides,
+    notes,
     obstacles,
     recommended_overrides,
     setting_of,
@@ -23,6 +24,7 @@ __all__ = [
     "Setting",
     "credit_trainer",
     "needed_overrides",
+    "notes",
     "obstacles",
     "recommended_overrides",
     "register",

@@ -48,10 +48,9 @@ def read_config(argv: Sequence[str]) -> Any:
     Raises:
         InputError: what keeps the method from working, before anything is loaded.
     """
-    register()
     kept = [arg for arg in argv if not arg.startswith(OVERRIDE)]
     cfg = make_config(algorithm_cls=CreditAlgorithmConfig).from_cli_overrides(kept)
-    setting = setting_of(cfg.trainer.algorithm)
+    setting = setting_of(cfg.trainer.algorithm, register())
     found = [] if setting is None else obstacles(cfg, setting)
     if found:
         raise InputError("; ".join(found))
@@ -64,8 +63,20 @@ def _run(cfg: Any) -> None:
     CreditExp(cfg).run()
 
 
+USAGE = """\
+usage: python -m tokencredit.engines.skyrl key=value ...
+
+SkyRL's training job (skyrl.train.entrypoints.main_base) with token-level credit. Keys are SkyRL's,
+trainer.algorithm.advantage_estimator=tokencredit_gtpo among them, and
+trainer.algorithm.tokencredit.OPTION=VALUE for options of the method.
+"""
+
+
 def main() -> None:
     """What SkyRL's own ``main`` does, with the classes of this module."""
+    if {"-h", "--help"} & set(sys.argv[1:]):
+        print(USAGE)
+        return
     try:
         cfg = read_config(sys.argv[1:])
     except InputError as error:

@@ -37,14 +37,14 @@ class Beside:
         mask: ``[b, t]``, the tokens that the policy chose. SkyRL's response mask has those of
             tools and environments as well.
         scores: ``[b]``, rewards before any KL penalty.
-        padding: how many rows at the end repeat another to fill a batch.
+        real: ``[b]``, False where a row repeats another to fill a batch.
         report: called with the `Credit`, for logging.
     """
 
     entropy: Float[Tensor, "b t"] | None = None
     mask: Tensor | None = None
     scores: Float[Tensor, "b"] | None = None
-    padding: int = 0
+    real: Tensor | None = None
     report: Callable[[Credit], None] | None = None
 
 
@@ -77,27 +77,31 @@ def estimate(
         MissingSignalError: the rule needs entropies and there are none.
         InputError: no ``uids``, or options that do not exist.
     """
-    named = partial_config(config, name)
-    setting, beside = setting_of(named), BESIDE.get()
-    assert setting is not None, name
+    setting, beside = setting_of(partial_config(config, name)), BESIDE.get()
+    if setting is None:
+        raise InputError(
+            f"{name}: its rule is not registered in this process; import its module where the "
+            "trainer is made"
+        )
     if index is None:
         raise InputError(f"{name}: SkyRL passed no uids, so responses have no groups")
     rewards = token_level_rewards.sum(dim=-1)
     mask = (response_mask if beside.mask is None else beside.mask).bool()
     entropy = None
-    if setting.needs_entropy:
-        if beside.entropy is None:
+    if setting.wants_entropy:
+        if beside.entropy is None and setting.needs_entropy:
             raise MissingSignalError(
                 f"{ESTIMATOR}={name} needs entropies, which SkyRL's trainer does not form: start "
                 "with `python -m tokencredit.engines.skyrl` in place of "
                 "skyrl.train.entrypoints.main_base, or make "
                 "tokencredit.engines.skyrl.credit_trainer of your trainer"
             )
-        entropy = beside.entropy.to(device=mask.device, dtype=torch.float32)
+        if beside.entropy is not None:
+            entropy = beside.entropy.to(device=mask.device, dtype=torch.float32)
     scores = rewards if beside.scores is None else beside.scores.to(rewards.device)
     real = mask.any(dim=1)
-    if beside.padding:
-        real[-beside.padding :] = False
+    if beside.real is not None:
+        real = real & beside.real.to(real.device)
     rollouts = Rollouts(
         rewards, list(index), mask, success=scores > TRUE_ABOVE, real=real, entropy=entropy
     )
@@ -137,15 +141,15 @@ def register() -> dict[str, str]:
 
     repopulate_all_registries()  # SkyRL's own first, so that ours do not take their names
     there = AdvantageEstimatorRegistry.list_available()
-    for name, method in estimator_names().items():
+    for name in estimator_names():
         if name not in there:
-            _REGISTERED[name] = method
             AdvantageEstimatorRegistry.register(name, partial(estimate, name=name))
     there = PolicyLossRegistry.list_available()
     for level in get_args(RatioLevel):
         if loss_mode(level) not in there:
             PolicyLossRegistry.register(loss_mode(level), partial(policy_loss, level=level))
-    return dict(_REGISTERED)
-
-
-_REGISTERED: dict[str, str] = {}
+    return {
+        name: method
+        for name, method in estimator_names().items()
+        if getattr(AdvantageEstimatorRegistry.get(name), "func", None) is estimate
+    }

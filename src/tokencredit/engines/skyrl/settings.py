@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from tokencredit.engines.options import (
+    PREFIX,
     accepted_losses,
     group_obstacle,
     loss_obstacle,
@@ -19,12 +20,16 @@ from tokencredit.engines.options import (
     plain_options,
     rule_of,
 )
+from tokencredit.errors import InputError, nearest
+from tokencredit.methods.registry import methods
 from tokencredit.methods.rule import Rule
 
 __all__ = [
     "Setting",
     "estimator_names",
+    "forms_entropy",
     "needed_overrides",
+    "notes",
     "obstacles",
     "recommended_overrides",
     "setting_of",
@@ -40,6 +45,7 @@ SKYRL_HANDS_OVER = frozenset({"entropy"})
 
 AVERAGING_LOSSES = ("gspo",)
 """SkyRL's own policy losses whose ratio is formed over the whole response."""
+LOSSES_WITHOUT_ADVANTAGES = ("cross_entropy",)
 LOSSES_WITHOUT_THE_PASS = ("rollout_is", "dppo")
 """Those for which it may leave out the pass that forms old log-probabilities and entropies."""
 SKYRL_NAMES = ("gae", "grpo", "rloo", "reinforce++", "maxrl")
@@ -67,6 +73,11 @@ class Setting:
     def needs_entropy(self) -> bool:
         """Whether the rule reads token entropies."""
         return "entropy" in self.rule.needs
+
+    @property
+    def wants_entropy(self) -> bool:
+        """Whether it reads them where they are there."""
+        return "entropy" in {*self.rule.needs, *self.rule.reads}
 
 
 def estimator_names(taken: tuple[str, ...] = SKYRL_NAMES) -> dict[str, str]:
@@ -105,9 +116,53 @@ def setting_of(algorithm: Any, names: Mapping[str, str] | None = None) -> Settin
     name = str(algorithm.advantage_estimator)
     names = estimator_names() if names is None else names
     if name not in names:
+        if name.startswith(PREFIX):
+            raise InputError(f"{ESTIMATOR}={name}: {_no_such(name.removeprefix(PREFIX))}")
         return None
     options = plain_options(getattr(algorithm, "tokencredit", None), SECTION)
     return Setting(name, rule_of(names[name], options, SECTION))
+
+
+def _no_such(method: str) -> str:
+    """Why there is no estimator for a method, and what there is."""
+    usable = methods_fed_by(SKYRL_HANDS_OVER)
+    if method in methods():
+        lacks = sorted(set(methods()[method].needs) - SKYRL_HANDS_OVER)
+        return f"{method} needs {', '.join(lacks)}, which SkyRL does not give"
+    return (
+        f"no such method{nearest(method, usable)}; methods: {', '.join(usable)}; a rule of your "
+        "own is there once its module is imported, in the process of the trainer as well"
+    )
+
+
+def forms_entropy(cfg: Any, setting: Setting) -> bool:
+    """Whether the workers are to form entropies: where the rule needs, or can be given, them."""
+    return setting.needs_entropy or (setting.wants_entropy and cfg.trainer.strategy == "fsdp")
+
+
+def notes(cfg: Any, setting: Setting | None) -> list[str]:
+    """What in SkyRL's configuration is worth knowing, a line each; nothing here stops a run."""
+    algorithm, found = cfg.trainer.algorithm, list[str]()
+    if setting is None:
+        if getattr(algorithm, "tokencredit", None):
+            name = algorithm.advantage_estimator
+            found.append(
+                f"{SECTION} is set, and {ESTIMATOR}={name} is not tokencredit's and does not read "
+                f"it; ours are {', '.join(PREFIX + m for m in methods_fed_by(SKYRL_HANDS_OVER))}"
+            )
+        return found
+    rule = setting.rule
+    if algorithm.use_kl_in_reward and rule.reads_success and rule.needs:
+        found.append(
+            f"{ALGORITHM}.use_kl_in_reward=true: {rule.name} reads success, not rewards, so this "
+            f"penalty does nothing; {ALGORITHM}.use_kl_loss=true has an effect"
+        )
+    if not algorithm.grpo_norm_by_std:
+        found.append(
+            f"{ALGORITHM}.grpo_norm_by_std=false: {rule.name} does not read it; {PREFIX}dr_grpo "
+            "does not divide by the standard deviation"
+        )
+    return found
 
 
 def needed_overrides(setting: Setting) -> list[str]:
@@ -141,6 +196,8 @@ def recommended_overrides(setting: Setting) -> list[str]:
         f"{ALGORITHM}.eps_clip_high={surrogate.clip_high:g}",
         f"{ALGORITHM}.use_kl_loss={str(recipe.kl > 0).lower()}",
     ]
+    if surrogate.aggregation == "seq-mean-token-sum-norm":
+        lines.append(f"{ALGORITHM}.max_seq_len=N, the generation budget in tokens")
     if recipe.mask_truncated:
         lines.append("generator.apply_overlong_filtering=true")
     if recipe.filter_uniform:
@@ -160,6 +217,11 @@ def obstacles(cfg: Any, setting: Setting) -> list[str]:
     other = loss_obstacle(rule, loss, LOSS, averaging=AVERAGING_LOSSES, plain="regular")
     if other is not None:
         found.append(other)
+    if loss in LOSSES_WITHOUT_ADVANTAGES:
+        found.append(f"{LOSS}={loss}: reads no advantages; set {LOSS}=regular")
+    lacks = sorted(set(rule.needs) - SKYRL_HANDS_OVER)
+    if lacks:
+        found.append(f"{rule.name} needs {', '.join(lacks)}, which SkyRL does not give")
     if setting.needs_entropy:
         if loss in LOSSES_WITHOUT_THE_PASS:
             found.append(

@@ -95,6 +95,15 @@ def test_trainers_refuse_before_anything_is_loaded(trainer):
     assert not isinstance(other.value, InputError)
 
 
+def test_options_beside_another_estimator_are_told(caplog):
+    for section, told in (({"alpha2": 0.2}, 1), ({}, 0)):
+        caplog.clear()
+        with pytest.raises(Exception) as other:  # verl's own, later
+            trainer_base.PPOTrainer.__init__(SimpleNamespace(), config("grpo", **section))
+        assert not isinstance(other.value, InputError)
+        assert sum("adv_estimator=grpo is not" in r.getMessage() for r in caplog.records) == told
+
+
 def test_fused_kernels_return_entropies():
     """Of verl's, in the form that needs no GPU."""
     from verl.utils.experimental.torch_functional import FusedLinearForPPO

@@ -20,6 +20,8 @@ from tokencredit.credit import Credit
 from tokencredit.engines.verl.estimators import BESIDE, MARK, Beside, register_estimators, wrap
 from tokencredit.engines.verl.settings import (
     BYPASS,
+    ESTIMATOR,
+    SECTION,
     Setting,
     lookup,
     misspelt,
@@ -87,6 +89,12 @@ def _refusing(original: Callable[..., Any]) -> Callable[..., Any]:
                 raise InputError("; ".join(found))
             for line in notes(config, setting):
                 logger.warning("tokencredit: %s", line)
+        elif lookup(config, SECTION):
+            name = lookup(config, ESTIMATOR)
+            logger.warning(
+                "tokencredit: %s is set, and %s=%s is not tokencredit's and does not read it",
+                SECTION, ESTIMATOR, getattr(name, "value", name),
+            )  # fmt: skip
         original(self, config, *args, **kwargs)
 
     return __init__

@@ -6,6 +6,7 @@ Nothing here imports an engine.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any, get_args
 
 from tokencredit.errors import InputError, nearest
@@ -15,6 +16,7 @@ from tokencredit.methods.rule import Rule
 
 __all__ = [
     "PREFIX",
+    "Setting",
     "accepted_losses",
     "group_obstacle",
     "loss_mode",
@@ -27,6 +29,29 @@ __all__ = [
 
 PREFIX = "tokencredit_"
 """Of every name that is registered with an engine."""
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What a configuration asks of tokencredit.
+
+    Attributes:
+        estimator: the name that the configuration uses, for messages.
+        rule: the credit rule with its options.
+    """
+
+    estimator: str
+    rule: Rule
+
+    @property
+    def needs_entropy(self) -> bool:
+        """Whether the rule cannot do without token entropies."""
+        return "entropy" in self.rule.needs
+
+    @property
+    def wants_entropy(self) -> bool:
+        """Whether the rule reads token entropies where they are there."""
+        return "entropy" in {*self.rule.needs, *self.rule.reads}
 
 
 def methods_fed_by(signals: Iterable[str]) -> tuple[str, ...]:

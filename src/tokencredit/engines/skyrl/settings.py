@@ -7,11 +7,11 @@ Nothing here imports SkyRL.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from tokencredit.engines.options import (
     PREFIX,
+    Setting,
     accepted_losses,
     group_obstacle,
     loss_obstacle,
@@ -22,7 +22,6 @@ from tokencredit.engines.options import (
 )
 from tokencredit.errors import InputError, nearest
 from tokencredit.methods.registry import methods
-from tokencredit.methods.rule import Rule
 
 __all__ = [
     "Setting",
@@ -55,29 +54,6 @@ REDUCTIONS = {
     "seq-mean-token-mean": "sequence_mean",
     "seq-mean-token-sum-norm": "seq_mean_token_sum_norm",
 }
-
-
-@dataclass(frozen=True)
-class Setting:
-    """What a configuration asks of tokencredit.
-
-    Attributes:
-        estimator: the name that the configuration uses, for messages.
-        rule: the credit rule with its options.
-    """
-
-    estimator: str
-    rule: Rule
-
-    @property
-    def needs_entropy(self) -> bool:
-        """Whether the rule reads token entropies."""
-        return "entropy" in self.rule.needs
-
-    @property
-    def wants_entropy(self) -> bool:
-        """Whether it reads them where they are there."""
-        return "entropy" in {*self.rule.needs, *self.rule.reads}
 
 
 def estimator_names(taken: tuple[str, ...] = SKYRL_NAMES) -> dict[str, str]:

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, get_args
 
+from tokencredit.engines import options
 from tokencredit.engines.options import (
     PREFIX,
     accepted_losses,
@@ -24,7 +25,6 @@ from tokencredit.engines.options import (
 from tokencredit.errors import InputError, nearest
 from tokencredit.losses import RatioLevel
 from tokencredit.methods.registry import methods
-from tokencredit.methods.rule import Rule
 
 __all__ = [
     "Setting",
@@ -62,7 +62,7 @@ AVERAGING_LOSSES = ("gspo", "geo_mean")
 
 
 @dataclass(frozen=True)
-class Setting:
+class Setting(options.Setting):
     """What a configuration asks of tokencredit.
 
     Attributes:
@@ -72,19 +72,7 @@ class Setting:
             right; None: the score, before any KL penalty, is above 0.5.
     """
 
-    estimator: str
-    rule: Rule
     success_from: str | None = None
-
-    @property
-    def needs_entropy(self) -> bool:
-        """Whether the rule reads token entropies."""
-        return "entropy" in self.rule.needs
-
-    @property
-    def wants_entropy(self) -> bool:
-        """Whether it reads them where they are there."""
-        return "entropy" in {*self.rule.needs, *self.rule.reads}
 
     @property
     def reads_field(self) -> str | None:
@@ -160,14 +148,14 @@ def setting_of(algorithm: Any, names: Mapping[str, str] | None = None) -> Settin
 
 def read_section(section: Any, estimator: str, method: str) -> Setting:
     """The options under ``algorithm.tokencredit``, for one method."""
-    options = plain_options(section, SECTION)
-    success_from = options.pop("success_from", None)
+    given = plain_options(section, SECTION)
+    success_from = given.pop("success_from", None)
     if success_from is not None and not (isinstance(success_from, str) and success_from.strip()):
         raise InputError(
             f"{SECTION}.success_from must name a field of the reward function's result, "
             f"got {success_from!r}"
         )
-    rule = rule_of(method, options, SECTION, others=["success_from"])
+    rule = rule_of(method, given, SECTION, others=["success_from"])
     return Setting(estimator, rule, success_from)
 
 

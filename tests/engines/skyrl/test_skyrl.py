@@ -465,3 +465,13 @@ def test_both_commands_stop_before_anything_is_loaded(module):
         .splitlines()[-1]
         .startswith("tokencredit: trainer.algorithm.tokencredit.alpa2: gtpo has no such option")
     )
+
+
+@pytest.mark.skipif(sys.version_info >= (3, 12), reason="SkyRL can be imported there")
+def test_a_python_that_skyrl_cannot_be_imported_on_is_said():
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-m", "tokencredit.engines.skyrl"],
+        text=True, capture_output=True, timeout=300,
+    )  # fmt: skip
+    assert done.returncode == 2 and done.stderr.count("\n") == 1
+    assert "use Python 3.12 or newer" in done.stderr

@@ -110,6 +110,42 @@ def test_a_file_under_overrides(tmp_path, capsys):
 
 
 @needs_verl
+def test_a_misspelt_section_and_keys_that_verl_does_not_have(tmp_path, capsys):
+    assert main(["check", *FINE, "+algorithm.tokencrdit.alpha2=2"]) == 2
+    assert "did you mean algorithm.tokencredit?" in capsys.readouterr().out
+    path = tmp_path / "mine.yaml"
+    path.write_text(
+        "actor_rollout_ref: {rolout: {n: 8}}\n"
+        "algorithm: {tokencredit: {alpha2: 0.2}}\n"
+        "reward: {reward_kwargs: {my_own: 1}}\n"
+    )
+    main(["check", str(path), *FINE])
+    notes = [line for line in capsys.readouterr().out.splitlines() if line.startswith("note:")]
+    (line,) = [one for one in notes if "rolout" in one]
+    assert "actor_rollout_ref.rolout is not among verl's defaults (did you mean 'rollout'" in line
+    assert not any("algorithm.tokencredit" in one for one in notes)
+
+
+@needs_verl
+def test_what_differs_from_the_papers_recipe_is_marked(capsys):
+    key = "actor_rollout_ref.actor.use_kl_loss"
+    main(["check", *FINE, f"{key}=True"])
+    assert f"{key}=False   (yours: True)" in capsys.readouterr().out
+    main(["check", *FINE, f"{key}=False"])
+    out = capsys.readouterr().out
+    assert f"{key}=False\n" in out and "clip_ratio_low=0.2\n" in out
+
+
+@needs_verl
+def test_everything_in_the_way_is_said_at_once(capsys):
+    words = [*FINE, "+algorithm.tokencredit.alpah2=1", "actor_rollout_ref.rollout.n=1",
+             "algorithm.rollout_correction.bypass_mode=True"]  # fmt: skip
+    assert main(["check", *words]) == 2
+    out = capsys.readouterr().out
+    assert "in the way (3)" in out and "did you mean 'alpha2'" in out
+
+
+@needs_verl
 def test_overrides_of_every_kind(tmp_path, capsys):
     assert main(["check", *FINE, "~algorithm.gamma"]) == 0
     path = tmp_path / "mine.yaml"

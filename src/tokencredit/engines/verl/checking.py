@@ -43,7 +43,7 @@ __all__ = ["main"]
 
 PLUGIN = "tokencredit.engines.verl.plugin"
 POLICY_VARIABLE = "VERL_USE_EXTERNAL_PLUGINS"
-RUN_WITH = "0.9.1"
+RUN_WITH = "0.9.1, its functions with 0.9.0"
 
 USAGE = """\
 usage: python -m tokencredit.engines.verl check [CONFIG.yaml] [key=value ...]
@@ -68,8 +68,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = _Parser(prog="python -m tokencredit.engines.verl")
     parser.add_argument("command")
     parser.add_argument("words", nargs="*")
+    argv = sys.argv[1:] if argv is None else list(argv)
+    if not argv:
+        print(
+            "tokencredit: say what to do: python -m tokencredit.engines.verl check", file=sys.stderr
+        )
+        return 2
     try:
-        given = parser.parse_args(sys.argv[1:] if argv is None else list(argv))
+        given = parser.parse_args(argv)
         if given.command != "check":
             raise InputError(f"unknown command {given.command!r}; there is: check")
         found = _installation()
@@ -114,7 +120,7 @@ def _installation() -> list[str]:
     """Print what is installed and loaded; what is wrong with it, a line each."""
     print("installation")
     for package in ("tokencredit", "verl", "ray", "torch", "TransferQueue"):
-        remark = f"  (run with {RUN_WITH} only)" if package == "verl" else ""
+        remark = f"  (run with {RUN_WITH})" if package == "verl" else ""
         _row(package, _version(package) + remark)
     if find_spec("verl") is None:
         return ["verl is not installed: pip install 'tokencredit[verl]'"]
@@ -187,7 +193,9 @@ def _judge(config: Any) -> list[str]:
     try:
         setting = setting_of(lookup(config, "algorithm"), register_estimators())
     except InputError as error:
-        return [str(error)]
+        found = misspelt(config, register_estimators())
+        plain = read_section(None, name, register_estimators()[name])
+        return [str(error), *found, *obstacles(config, plain), *_unknown_loss(config)]
     if setting is None:
         found = misspelt(config, register_estimators())
         return found if any(ESTIMATOR in line for line in found) else [*found, wrong_name(name)]
@@ -197,10 +205,11 @@ def _judge(config: Any) -> list[str]:
         field = setting.success_from
         _row("success", f"the reward's field {field}" if field else "the score is above 0.5")
     _row("entropies", "needed" if setting.needs_entropy else "not needed")
-    _show_overrides(setting, "  ")
+    _show_overrides(setting, config)
     for line in notes(config, setting):
         print(f"  note: {line}")
-    return obstacles(config, setting) + _unknown_loss(config)
+    found = misspelt(config, register_estimators())
+    return found + obstacles(config, setting) + _unknown_loss(config)
 
 
 def _unknown_loss(config: Any) -> list[str]:
@@ -213,13 +222,23 @@ def _unknown_loss(config: Any) -> list[str]:
     return [f"{LOSS_MODE}={mode}: verl has no such loss{nearest(mode, POLICY_LOSS_REGISTRY)}"]
 
 
-def _show_overrides(setting: Any, indent: str) -> None:
-    print(f"{indent}needs:")
+def _show_overrides(setting: Any, config: Any) -> None:
+    print("  needs:")
     for line in needed_overrides(setting):
-        print(f"{indent}  {line}")
-    print(f"{indent}its paper trains with, besides:")
+        print(f"    {line}")
+    print("  its paper trains with, besides (0.2 by convention where it names no clip):")
     for line in recommended_overrides(setting):
-        print(f"{indent}  {line}")
+        key, _, value = line.strip("'").partition("=")
+        yours = lookup(config, key)
+        same = str(yours).lower() == value.lower() or _number(yours) == _number(value) is not None
+        print(f"    {line}" + ("" if same else f"   (yours: {yours})"))
+
+
+def _number(value: Any) -> float | None:
+    try:
+        return float(value)
+    except (TypeError, ValueError):
+        return None
 
 
 def _show_methods() -> None:
@@ -249,6 +268,7 @@ def _compose(words: Sequence[str]) -> Any:
             config: Any = compose("ppo_trainer", overrides=early)
         if file is not None:
             OmegaConf.set_struct(config, False)
+            _tell_unknown(files[0], file, config)
             config = OmegaConf.merge(config, file)
             _override(config, [word for word in overrides if not _chooses(word)])
     except InputError:
@@ -256,6 +276,19 @@ def _compose(words: Sequence[str]) -> Any:
     except Exception as error:  # of Hydra and OmegaConf: many kinds, all about the user's words
         raise InputError(f"check: {' '.join(str(error).splitlines()[:2])}") from error
     return config
+
+
+def _tell_unknown(name: str, file: Any, defaults: Any, above: str = "") -> None:
+    """Say which of a file's keys verl's defaults do not have: they may be misspelt."""
+    for key in file:
+        path = f"{above}{key}"
+        if path == SECTION or not defaults:  # ours; or a mapping that holds what anybody puts there
+            continue
+        if key not in defaults:
+            hint = nearest(str(key), map(str, defaults))
+            print(f"note: {name}: {path} is not among verl's defaults{hint}")
+        elif hasattr(file[key], "keys") and hasattr(defaults[key], "keys"):
+            _tell_unknown(name, file[key], defaults[key], f"{path}.")
 
 
 def _chooses(override: str) -> bool:

@@ -247,8 +247,12 @@ def _on(config: Any, path: str) -> bool:
 
 
 def misspelt(config: Any, names: Mapping[str, str]) -> list[str]:
-    """Names with our prefix that do not exist, a line each: what, and what there is."""
+    """Names of ours that do not exist, a line each: what, and what there is."""
     found = list[str]()
+    section = SECTION.rpartition(".")[2]
+    for key in lookup(config, "algorithm") or ():
+        if str(key) != section and nearest(str(key), [section]):
+            found.append(f"algorithm.{key}: is not read (did you mean {SECTION}?)")
     name = lookup(config, ESTIMATOR)
     name = str(getattr(name, "value", name))
     if name.startswith(PREFIX) and name not in names:

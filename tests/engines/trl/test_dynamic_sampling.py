@@ -112,6 +112,23 @@ def test_what_a_reward_function_logs_stays_with_its_row():
     assert list(logs["extra"]["kind"]) == list(logs["prompt"]) == made.events[0].prompts
 
 
+def test_fields_of_a_rollout_function_stay_with_their_rows():
+    """A list an entry a response, and one value for all."""
+    fixed, asked = fixed_rollouts(), []
+
+    def rollout(prompts, trainer):
+        out = fixed(prompts, trainer)
+        return out | {"first": [ids[0] for ids in out["completion_ids"]], "kind": "tiny"}
+
+    def reading(prompts, completion_ids, first, kind, **_):
+        assert [ids[0] for ids in completion_ids] == first and set(kind) == {"tiny"}
+        asked.append(len(prompts))
+        return three_kinds(prompts, completion_ids)
+
+    made = run(max_steps=1, reward_funcs=reading, rollout=rollout).train()
+    assert all(mixed(made.events[0])) and len(asked) > 1
+
+
 def test_rounds_are_bounded_and_what_is_left_is_left():
     made = run(rounds=2, reward_funcs=lambda prompts, **_: [1.0] * len(prompts)).train()
     assert [line["credit/sampling_rounds"] for line in made.log if "loss" in line] == [2.0] * 4

@@ -360,14 +360,17 @@ class TokenCreditMixin(_Base):
             raise InputError(
                 "dynamic_sampling: not with images or the masks of tools; leave it at 0"
             )
-        by_row = {key: v for key, v in fields.items() if isinstance(v, list)}
+        whole = {key: v for key, v in fields.items() if not isinstance(v, list)}
+        by_row = {
+            key: v for key, v in fields.items() if isinstance(v, list) and len(v) == len(inputs)
+        }
         columns = {
             "prompts": prompts, "ids": ids, "completion_ids": completion_ids,
             "completions": completions,
         } | ({} if logps is None else {"logps": logps})  # fmt: skip
         columns |= {f"field:{key}": values for key, values in by_row.items()}
         for i, row in enumerate(inputs):
-            row.update({key: values[i] for key, values in by_row.items()})
+            row.update(whole | {key: values[i] for key, values in by_row.items()})
         rewards = super()._calculate_rewards(inputs, prompts, completions, completion_ids)
         logged = {key: list(v) for key, v in self._pending_extra_logs.items()}
         self._pending_extra_logs.clear()

@@ -207,7 +207,7 @@ def test_two_batches_of_a_step_draw_different_prompts():
         return torch.zeros(len(rewards) // 4, dtype=torch.bool)
 
     for step in (0, 0, 1):
-        first = Sampled([{}] * 16, {}, torch.ones(16, 1))
+        first = Sampled([{"prompt": ""}] * 16, {}, torch.ones(16, 1))
         assert made.fill(first, sample, nothing, step=step, rank=0, ranks=1) == 2
     assert len({tuple(one) for one in drawn}) == 6
     for one in drawn:
@@ -218,7 +218,7 @@ def test_more_prompts_than_the_data_set_has():
     from tokencredit.engines.trl.dynamic_sampling import DynamicSampling
 
     made = DynamicSampling(1, dataset(3), 7, 2)
-    drawn = [row["prompt"] for row in made._prompts(1, 16, 0, 16)][::2]
+    drawn = [row["prompt"] for row in made._prompts(1, 16, 0, 16, {"prompt"})][::2]
     assert set(drawn[:3]) == set(drawn[3:6]) == set(PROMPTS[:3]) and len(drawn) == 8
 
 
@@ -239,7 +239,9 @@ def test_datc_forms_its_signals_for_the_rows_that_stay():
         assert work.shape == event.rollouts.mask.shape
 
 
-@pytest.mark.parametrize("rounds", [-1, 1.5, True])
+@pytest.mark.parametrize(
+    "rounds", [-1, 1.5, True, float("nan"), float("inf"), 1e30, "two", None, [1]]
+)
 def test_rounds_are_a_whole_number(rounds):
     with pytest.raises(InputError, match="whole number of rounds from 0"):
         run(rounds=rounds)
@@ -261,3 +263,82 @@ def test_evaluation_does_not_sample_on():
     ).train()  # fmt: skip
     _, *evaluations = made.events
     assert {p for event in evaluations for p in event.prompts} == set(PROMPTS[:3])
+
+
+# -- found by trying to break it ---------------------------------------------------------------
+
+
+def test_subclasses_that_would_not_see_further_rounds_are_refused():
+    from tokencredit.engines.trl import CreditGRPOTrainer
+
+    class Cuts(CreditGRPOTrainer):
+        def _generate(self, prompts):
+            return super()._generate(prompts)
+
+    class Judges(CreditGRPOTrainer):
+        def _calculate_rewards(self, *args):
+            return super()._calculate_rewards(*args) * 0
+
+    for kind in (Cuts, Judges):
+        with pytest.raises(InputError, match=f"{kind.__name__}._.* would not see"):
+            run(trainer=kind)
+        run(trainer=kind, rounds=0, max_steps=1)
+
+
+def test_images_in_the_data_set_are_refused():
+    rows = {"prompt": list(PROMPTS), "images": [[]] * 6}
+    with pytest.raises(InputError, match="not with images"):
+        run(prompts=Dataset.from_dict(rows))
+
+
+def test_columns_that_trl_takes_away_stay_away():
+    def strict(prompts, completion_ids, completions, trainer_state, **rest):
+        assert "number" not in rest
+        return three_kinds(prompts, completion_ids)
+
+    made = run(reward_funcs=strict, remove_unused_columns=True).train()
+    assert all(all(mixed(event)) for event in made.events)
+
+
+def test_what_a_function_kept_does_not_change():
+    kept = []
+
+    def keeping(prompts, completion_ids, **_):
+        values = three_kinds(prompts, completion_ids)
+        kept.append((prompts, completion_ids, values))
+        return values
+
+    run(max_steps=2, reward_funcs=keeping).train()
+    assert len(kept) > 2
+    for prompts, ids, values in kept:
+        assert three_kinds(prompts, ids) == values
+
+
+def test_rounding_is_no_mix():
+    def noisy(prompts, **_):
+        return [(0.1 + 0.6) if i % 2 else (0.2 + 0.5) for i in range(len(prompts))]
+
+    made = run("grpo", rounds=1, reward_funcs=noisy).train()
+    assert all(line["credit/sampling_rounds"] == 1 for line in made.log if "loss" in line)
+
+
+def test_the_same_trainer_resumed_draws_the_same(tmp_path):
+    fields = {"rollout": None, "save_steps": 2, "save_strategy": "steps"}
+    whole = run(folder=tmp_path / "whole", **fields).train()
+    other = run(folder=tmp_path / "other", **fields).train()
+    told = [event.prompts for event in whole.events]
+    other.events.clear()
+    other.trainer.train(resume_from_checkpoint=str(tmp_path / "other" / "checkpoint-2"))
+    assert [event.prompts for event in other.events] == told[2:]
+
+
+def test_a_field_that_only_some_rounds_have():
+    fixed, calls = fixed_rollouts(), []
+
+    def rollout(prompts, trainer):
+        out = fixed(prompts, trainer)
+        calls.append(len(prompts))
+        return out | ({"later": [1.0] * len(prompts), "none": []} if len(calls) % 3 == 2 else {})
+
+    made = run(rollout=rollout).train()
+    assert all(all(mixed(event)) for event in made.events)

@@ -301,8 +301,9 @@ def parse_train_arguments(
         ("path_points", 1),
         ("dynamic_sampling", 0),
     ):
-        if getattr(own, name) < lowest:
-            raise InputError(f"train: {name} must be at least {lowest}, got {getattr(own, name)}")
+        value = getattr(own, name)
+        if value is None or value < lowest:
+            raise InputError(f"train: {name} must be at least {lowest}, got {value}")
     explicit: dict[str, Any] = {}
     for name in [*config, *flags]:
         if name not in OWN_FIELDS and name != "config":

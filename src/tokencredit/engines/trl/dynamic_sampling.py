@@ -5,11 +5,13 @@ Where all responses of a group are right, or all wrong, there is nothing to comp
 sampling, and before TRL runs any further pass, such groups are replaced by groups with a mix from
 further rounds over fresh prompts, at most so many rounds; what is left is what the rule makes of
 it. Every round samples as many responses as the batch has. A round's prompts are drawn at random
-from the data set, by a seed that the step decides, so that a resumed run draws the same.
+from the data set, by a seed that the step decides, so that a run resumed between two
+generation batches draws the same.
 """
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -50,7 +52,7 @@ class DynamicSampling:
     """
 
     def __init__(self, rounds: int, dataset: Any, seed: int, generations: int) -> None:
-        if isinstance(rounds, bool) or rounds != int(rounds) or rounds < 0:
+        if not isinstance(rounds, int) or isinstance(rounds, bool) or rounds < 0:
             raise InputError(
                 f"dynamic_sampling must be a whole number of rounds from 0, got {rounds!r}"
             )
@@ -59,10 +61,14 @@ class DynamicSampling:
                 "dynamic_sampling: the data set has no length, so no prompts can be drawn from "
                 "it; give one that has, or leave dynamic_sampling at 0"
             )
-        self.rounds = int(rounds)
+        self.rounds = rounds
         self.dataset = dataset
         self.seed = seed
         self.generations = generations
+        self.restart()
+
+    def restart(self) -> None:
+        """Training begins, anew or from a checkpoint: what was drawn before does not count."""
         self._step, self._batches = -1, 0
 
     def fill(
@@ -95,7 +101,8 @@ class DynamicSampling:
         for number in range(1, self.rounds + 1):
             if not open_places:
                 return number - 1
-            fresh = sample(self._prompts(number, rows, rank, rows * ranks))
+            keys = set(first.inputs[0]) if first.inputs else set[str]()
+            fresh = sample(self._prompts(number, rows, rank, rows * ranks, keys))
             found = useful(fresh.rewards).nonzero().flatten().tolist()
             moves = list(zip(open_places, found, strict=False))
             everywhere = _everywhere(fresh, ranks) if moves else fresh
@@ -111,22 +118,27 @@ class DynamicSampling:
     def _move(everywhere: Sampled, source: int, first: Sampled, i: int) -> None:
         if not 0 <= i < len(first.inputs):
             return  # another rank's
-        first.inputs[i] = everywhere.inputs[source]
+        # Every row has the same columns, also where a round had further ones.
+        first.inputs[i] = {key: everywhere.inputs[source].get(key) for key in first.inputs[i]}
         for name, values in first.columns.items():
             given = everywhere.columns.get(name)
             values[i] = None if given is None else given[source]
 
-    def _prompts(self, number: int, rows: int, rank: int, total: int) -> list[Any]:
-        """This rank's rows of a round: every prompt ``generations`` times, as TRL has them."""
-        generator = torch.Generator().manual_seed(
-            (self.seed * 1_000_003 + self._step) % 2**40 * 4096 + self._batches % 64 * 64 + number
-        )
+    def _prompts(self, number: int, rows: int, rank: int, total: int, keys: set[str]) -> list[Any]:
+        """This rank's rows of a round: every prompt ``generations`` times, as TRL has them.
+
+        ``keys`` are the columns that TRL's own rows have: it may have taken some away.
+        """
+        which = f"{self.seed} {self._step} {self._batches} {number}".encode()
+        seed = int.from_bytes(hashlib.blake2b(which, digest_size=7).digest(), "big")
+        generator = torch.Generator().manual_seed(seed)
         needed, length = total // self.generations, len(self.dataset)
         drawn: list[int] = []
         while len(drawn) < needed:
             drawn += torch.randperm(length, generator=generator).tolist()
         mine = range(rank * rows, (rank + 1) * rows)
-        return [dict(self.dataset[drawn[i // self.generations]]) for i in mine]
+        chosen = [dict(self.dataset[drawn[i // self.generations]]) for i in mine]
+        return [{key: value for key, value in row.items() if key in keys} for row in chosen]
 
 
 def _everywhere(fresh: Sampled, ranks: int) -> Sampled:

@@ -238,6 +238,7 @@ class TokenCreditMixin(_Base):
         sampler = super()._get_train_sampler(dataset)
         if self.credit_rule is not None:
             self._epochs.attach(sampler)
+            self._dynamic_sampling.restart()
         return sampler
 
     # -- forming credit ---------------------------------------------------------------------
@@ -319,11 +320,22 @@ class TokenCreditMixin(_Base):
 
     def _make_dynamic_sampling(self, rounds: int) -> DynamicSampling:
         made = DynamicSampling(rounds, self.train_dataset, self.args.seed, self.num_generations)
+        if not made.rounds:
+            return made
         for name in ("tools", "environment_factories"):
-            if made.rounds and getattr(self, name, None):
+            if getattr(self, name, None):
                 raise InputError(
                     f"dynamic_sampling: not with {name.removesuffix('_factories')}, whose state "
                     "belongs to a row; leave it at 0"
+                )
+        if {"image", "images"} & set(getattr(self.train_dataset, "column_names", None) or ()):
+            raise InputError("dynamic_sampling: not with images; leave it at 0")
+        for name in ("_generate", "_calculate_rewards"):
+            owner = next(cls for cls in type(self).__mro__ if name in vars(cls))
+            if owner is not TokenCreditMixin:
+                raise InputError(
+                    f"dynamic_sampling: {owner.__name__}.{name} would not see what further rounds "
+                    "sample; leave it at 0, or do its work in a rollout_func or a reward function"
                 )
         return made
 
@@ -371,7 +383,9 @@ class TokenCreditMixin(_Base):
         columns |= {f"field:{key}": values for key, values in by_row.items()}
         for i, row in enumerate(inputs):
             row.update(whole | {key: values[i] for key, values in by_row.items()})
-        rewards = super()._calculate_rewards(inputs, prompts, completions, completion_ids)
+        # Copies: a function may keep its lists, and these change when groups give their place.
+        asked = list(prompts), list(completions), list(completion_ids)
+        rewards = super()._calculate_rewards(inputs, *asked)
         logged = {key: list(v) for key, v in self._pending_extra_logs.items()}
         self._pending_extra_logs.clear()
         columns |= {f"extra_log:{key}": v for key, v in logged.items() if len(v) == len(inputs)}
@@ -388,7 +402,8 @@ class TokenCreditMixin(_Base):
         groups = total.view(-1, self.num_generations)
         known = ~groups.isnan()
         low = groups.masked_fill(~known, torch.inf).amin(dim=1)
-        return known.any(dim=1) & (groups.masked_fill(~known, -torch.inf).amax(dim=1) > low)
+        high = groups.masked_fill(~known, -torch.inf).amax(dim=1)
+        return known.any(dim=1) & (high - low > 1e-6 * (1 + high.abs()))  # beyond rounding
 
     # -- credit -----------------------------------------------------------------------------
 
